@@ -128,12 +128,8 @@ def test_each_column_of_a_row_is_checked(
     with Store.open(path) as whole:
         assert len([*whole.answers("done"), *whole.pending()]) == 2
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
-        assert (
-            database.execute(
-                f"UPDATE {table} SET {column} = ? WHERE rowid < 2 AND line = 0", (value,)
-            ).rowcount
-            == 1
-        )
+        change = f"UPDATE {table} SET {column} = ? WHERE rowid < 2 AND line = 0"
+        assert database.execute(change, (value,)).rowcount == 1
     with pytest.raises(StoreError, match="damaged"), Store.open(path) as opened:
         list(opened.answers("done")), list(opened.pending("input")), list(opened.pending())
 
@@ -214,10 +210,8 @@ def test_a_line_whose_checksum_was_made_to_fit_is_an_error_of_the_store(
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
         found = database.execute(f"SELECT {', '.join(names)} FROM lines WHERE line = 6").fetchone()
         row = dict(zip(names, found, strict=True)) | {column: value}
-        database.execute(
-            f"UPDATE lines SET {column} = ?, sum = ? WHERE line = 6",
-            (value, checksum(*row.values())),
-        )
+        change = f"UPDATE lines SET {column} = ?, sum = ? WHERE line = 6"
+        database.execute(change, (value, checksum(*row.values())))
     for lines in (Store.pending, Store.left):
         with suppress(StoreError), Store.open(path) as opened:
             for one in lines(opened):

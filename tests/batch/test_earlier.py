@@ -50,17 +50,11 @@ def single(**options: Any) -> Runner:
     return oracle_runner(["full", "full"], context=512, **options)
 
 
-def several(slots: int = 4) -> ParallelRunner:
+def several() -> ParallelRunner:
     config = tiny_config("llama", max_position_embeddings=512, vocab_size=300)
     model = tiny_model(config)
-    return ParallelRunner(
-        model,
-        ByteTokenizer(),
-        facts_of(model, config),
-        max_sequences=slots,
-        context=128,
-        prefill_step=64,
-    )
+    parts = model, ByteTokenizer(), facts_of(model, config)
+    return ParallelRunner(*parts, max_sequences=4, context=128, prefill_step=64)
 
 
 class Watch:
@@ -88,19 +82,16 @@ def run(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_batch_in_prefix_order_has_lost_nothing(seed: int) -> None:
-    """It evaluates the nodes of the tree; where its prompts part, nothing could have been kept."""
-    prompts, runner = some_prompts(seed), single()
-    watch = Watch(runner)
+def test_lost_is_what_was_evaluated_beyond_the_tree(seed: int) -> None:
+    """Exactly, with a reason that says what would mend it; in prefix order it is nothing.
+
+    Where prompts part, nothing could have been kept.
+    """
+    prompts = some_prompts(seed)
+    watch = Watch(runner := single())
     run(runner, prompts)
     assert (watch.evaluated, watch.missed) == (optimum(prompts), 0)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_in_input_order_lost_is_what_was_evaluated_beyond_the_tree(seed: int) -> None:
-    """Exactly, with a reason that says what would mend it."""
-    prompts, runner = some_prompts(seed), single()
-    watch = Watch(runner)
+    watch = Watch(runner := single())
     run(runner, prompts, "input")
     assert watch.missed == watch.evaluated - optimum(prompts, "input")
     assert set(watch.reasons) <= {"batch_order"}
@@ -121,11 +112,8 @@ def test_side_by_side_too(seed: int, order: Order) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_that_can_not_be_rewound_are_the_reason_themselves(seed: int) -> None:
     """Another order, or a checkpoint, would have saved what a layer could not keep."""
-    prompts, runner = (
-        some_prompts(seed),
-        oracle_runner(["full", "sliding"], context=512, checkpoint_budget=0),
-    )
-    watch = Watch(runner)
+    prompts = some_prompts(seed)
+    watch = Watch(runner := oracle_runner(["full", "sliding"], context=512, checkpoint_budget=0))
     run(runner, prompts)
     assert watch.missed == watch.evaluated - optimum(prompts)
     assert set(watch.reasons) <= {"rewind_limited"}

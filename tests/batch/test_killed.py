@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.batches import TYPED, lines, resume, run, unbroken
+from support.batches import OUT, STORE, TYPED, lines, resume, run, unbroken
 from support.forking import Program
 from support.waiting import PATIENCE_S, until
 
@@ -41,22 +41,21 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
         process = begun("in.jsonl", "out.jsonl", *options, as_user=as_user)
         wait_for_commits(
             1 + (kill in (6, 12)),
-            Path("out.jsonl.run"),
+            STORE,
             at_most=PATIENCE_S if kill % 5 == 3 else chosen.uniform(0, 1.5 * beginning[as_user]),
         )
         time.sleep(chosen.uniform(0, 0.05))
         process.kill()
         ended = process.wait()
         assert ended == -signal.SIGKILL, "it ended before it was killed: give it more lines"
-        output = Path("out.jsonl")
-        assert expected.startswith(output.read_bytes() if output.exists() else b"")
+        assert expected.startswith(OUT.read_bytes() if OUT.exists() else b"")
         # Each second time it is left to the program to look at its store first.
-        if kill % 2 and Path("out.jsonl.run").exists():
-            with Store.open(Path("out.jsonl.run")) as store:
+        if kill % 2 and STORE.exists():
+            with Store.open(STORE) as store:
                 done.append(store.counts.done)
     assert begun("in.jsonl", "out.jsonl", *options, as_user=True).wait() == 3  # of broken lines
-    assert Path("out.jsonl").read_bytes() == expected
-    assert not Path("out.jsonl.run").exists()
+    assert OUT.read_bytes() == expected
+    assert not STORE.exists()
     assert done == sorted(done)
     assert len(set(done)) > 2, "it was never killed in the middle"
 
@@ -66,7 +65,7 @@ def test_a_killed_shard_equals_an_unbroken_one(folder: Path) -> None:
     Path("in.jsonl").write_text(lines(120, broken=(7, 61)))
     options = ["--shard", "2/2", "--no-usage", "--context", "128", "--parallel", "1", "-q"]
     assert run("in.jsonl", "-o", "whole.jsonl", *options).exit_code in (0, 3)
-    expected, output, done = Path("whole.jsonl").read_bytes(), Path("out.jsonl"), [0]
+    expected, output, done = Path("whole.jsonl").read_bytes(), OUT, [0]
     output.touch()
     options += ["--no-reserve", "--order", "input", "--resume"]
     for _ in range(2):
@@ -75,7 +74,7 @@ def test_a_killed_shard_equals_an_unbroken_one(folder: Path) -> None:
         process.kill()
         assert process.wait() == -signal.SIGKILL
         assert expected.startswith(output.read_bytes())
-        with Store.open(Path("out.jsonl.run")) as store:
+        with Store.open(STORE) as store:
             done.append(store.counts.done)
     assert begun("in.jsonl", "out.jsonl", *options).wait() in (0, 3)
     assert output.read_bytes() == expected
@@ -110,10 +109,10 @@ def test_killed_while_it_read_the_input(folder: Path) -> None:
     """There is a store without an input: it begins again, with --resume and without."""
     expected = unbroken()
     for arguments in (["--resume"], []):
-        Store.create(Path("out.jsonl.run")).close()
+        Store.create(STORE).close()
         run(*TYPED, *arguments)
-        assert Path("out.jsonl").read_bytes() == expected
-        Path("out.jsonl").unlink()
+        assert OUT.read_bytes() == expected
+        OUT.unlink()
 
 
 @pytest.mark.exhaustive(0)
@@ -140,25 +139,22 @@ def test_a_closed_window_ends_a_run_that_says_how_to_go_on(folder: Path) -> None
     _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGHUP, said
     assert said.splitlines()[-1] == f"to continue: mlxrunner {' '.join(command)} --resume"
-    assert 0 < len(Path("out.jsonl").read_bytes()) < len(expected)
-    assert expected.startswith(Path("out.jsonl").read_bytes())
+    assert 0 < len(OUT.read_bytes()) < len(expected)
+    assert expected.startswith(OUT.read_bytes())
     assert run(*command[1:], "--resume").exit_code == 3  # of the broken line
-    assert Path("out.jsonl").read_bytes() == expected
+    assert OUT.read_bytes() == expected
 
 
 @pytest.mark.exhaustive(0)
 def test_nohup_protects_a_run(folder: Path) -> None:
     """A window that is closed does not end it."""
-    code = (
-        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from mlxrunner.cli "
-        "import main; main(sys.argv[1:])"
-    )
-    command = [*COMMAND, "-q"]
-    process = Program([sys.executable, "-c", code, *command])
-    until(lambda: Path("out.jsonl").exists() or process.poll() is not None)
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code += "from mlxrunner.cli import main; main()"
+    process = Program([sys.executable, "-c", code, *COMMAND, "-q"])
+    until(lambda: OUT.exists() or process.poll() is not None)
     process.send_signal(signal.SIGHUP)
     assert process.wait(PATIENCE_S) == 3  # of the broken line
-    assert len(Path("out.jsonl").read_text().splitlines()) == 12
+    assert len(OUT.read_text().splitlines()) == 12
 
 
 # The program, which writes each answer at once, and makes a file once one has thirty tokens.
@@ -184,15 +180,9 @@ main()
 
 def started(*arguments: str) -> subprocess.Popen[str]:
     """The command on its way: its first answers are there."""
-    process = Program(
-        [sys.executable, "-c", TELLS, *COMMAND, *arguments], stderr=subprocess.PIPE, text=True
-    )
-    until(
-        lambda: (
-            (Path("out.jsonl").exists() and Path("out.jsonl").stat().st_size)
-            or process.poll() is not None
-        )
-    )
+    command = [sys.executable, "-c", TELLS, *COMMAND, *arguments]
+    process = Program(command, stderr=subprocess.PIPE, text=True)
+    until(lambda: (OUT.exists() and OUT.stat().st_size) or process.poll() is not None)
     return process
 
 
@@ -209,16 +199,14 @@ def test_ctrl_c_and_kill_finish_the_current_line_and_say_how_to_go_on(
     _, said = process.communicate()
     assert process.returncode == 1
     assert "finishing the lines that are running" in said
-    assert (
-        "to continue: mlxrunner batch in.jsonl -o out.jsonl --no-usage --parallel 1 "
-        "--no-reserve --order input --resume\n" in said
-    )
-    with Store.open(Path("out.jsonl.run")) as store:
+    typed = " ".join(["mlxrunner", *COMMAND, "--order input --resume"])
+    assert f"to continue: {typed}\n" in said
+    with Store.open(STORE) as store:
         assert 0 < store.counts.done < 24
-        assert len(Path("out.jsonl").read_bytes().splitlines()) == store.counts.done
-    assert expected.startswith(Path("out.jsonl").read_bytes())
+        assert len(OUT.read_bytes().splitlines()) == store.counts.done
+    assert expected.startswith(OUT.read_bytes())
     assert resume("--order", "input").exit_code == 0
-    assert Path("out.jsonl").read_bytes() == expected
+    assert OUT.read_bytes() == expected
 
 
 @pytest.mark.exhaustive(1)
@@ -250,4 +238,4 @@ def test_a_second_ctrl_c_or_kill_stops_at_once(
     assert process.returncode == code
     assert "to continue: " in said
     assert "Traceback" not in said
-    assert len(Path("out.jsonl").read_bytes().splitlines()) == 1
+    assert len(OUT.read_bytes().splitlines()) == 1

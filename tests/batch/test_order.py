@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.batches import entry, filled
+from support.batches import entry, filled, indices
 from support.prompts import shared_prefixes
 from support.sample import examples
 
@@ -66,18 +66,15 @@ def written(order: Sequence[int]) -> list[int]:
 
 @given(TREES)
 def test_it_costs_what_the_order_of_the_tokens_costs(prompts: Prompts) -> None:
-    """Tokens evaluated, nodes and repeats, on any tree; each line comes once."""
-    order = chosen(prompts)
+    """Tokens evaluated, nodes and repeats, on any tree; each line comes once.
+
+    Counted in lines that end, the file is never empty longer, and never shorter on average.
+    """
+    order, tokens = chosen(prompts), by_tokens(prompts)
     assert sorted(order) == list(range(len(prompts)))
-    assert cost_of(prompts, order) == cost_of(prompts, by_tokens(prompts))
-
-
-@given(TREES)
-def test_the_file_is_never_empty_longer_and_never_shorter_on_average(prompts: Prompts) -> None:
-    """The comparison is with the order of the tokens, counted in lines that end."""
-    before, now = written(by_tokens(prompts)), written(chosen(prompts))
-    assert now.count(0) <= before.count(0)
-    assert sum(now) >= sum(before)
+    assert cost_of(prompts, order) == cost_of(prompts, tokens)
+    assert written(order).count(0) <= written(tokens).count(0)
+    assert sum(written(order)) >= sum(written(tokens))
 
 
 SHORT = st.lists(st.integers(0, 1), min_size=1, max_size=4)
@@ -99,22 +96,23 @@ def test_no_order_at_all_evaluates_less(prompts: Prompts) -> None:
         assert written(order).count(0) == min(written(one).count(0) for one in best)
 
 
-def test_an_input_that_is_grouped_runs_as_it_came() -> None:
-    """Its output grows with every line, though the token ids come the other way round."""
-    prompts = [[9 - group, 1, 9 - question] for group in range(5) for question in range(7)]
-    assert chosen(prompts) == list(range(35))
-    assert written(by_tokens(prompts))[-8] == 0  # as it was before
+ROWS, MANY = range(50), range(1, 101)
 
 
-def test_a_prompt_comes_before_those_that_go_on_from_it() -> None:
-    """Also if its line comes later: otherwise its last token would be evaluated twice."""
-    assert chosen([[1, 2, 3], [4], [1, 2], [1, 2]]) == [2, 3, 0, 1]
-
-
-def test_the_order_of_the_tokens_stays_where_it_is_better_on_average() -> None:
-    """One early line in a large group must not hold up everybody."""
-    prompts = [[2], *[[1, number] for number in range(50)], *[[2, number] for number in range(50)]]
-    assert chosen(prompts) == by_tokens(prompts)
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        # Grouped: the output grows with every line, though the ids come the other way round.
+        ([[9 - group, 1, 9 - question] for group in range(5) for question in range(7)], range(35)),
+        # A prompt comes before those that go on from it: else its last token is evaluated twice.
+        ([[1, 2, 3], [4], [1, 2], [1, 2]], [2, 3, 0, 1]),
+        # One early line in a large group must not hold up everybody.
+        ([[2], *([1, n] for n in ROWS), *([2, n] for n in ROWS)], [*MANY[:50], 0, *MANY[50:]]),
+    ],
+    ids=["grouped", "grown", "better on average"],
+)
+def test_the_order_of(prompts: Prompts, expected: Sequence[int]) -> None:
+    assert chosen(prompts) == list(expected)
 
 
 def test_deep_and_wide_trees_need_no_recursion() -> None:
@@ -130,19 +128,18 @@ def test_a_context_that_is_shifted_keeps_the_order_of_the_tokens(overflow: str) 
     """A shifted prompt does not share with the next one what their tokens share."""
     texts = ["b" * 30, "a" * 40, "b" * 20] if overflow == "shift" else ["bbb", "a", "bb"]
     lines = [InputLine(index, index + 1, text) for index, text in enumerate(texts)]
+    defaults = {"overflow": overflow}
     with Store.create() as store:
-        is_shifted = tokenize_lines(
-            store, lines, ByteTokenizer(), context=35, defaults={"overflow": overflow}
-        )
+        is_shifted = tokenize_lines(store, lines, ByteTokenizer(), context=35, defaults=defaults)
         store.finish(by_tokens=is_shifted)
-        order = [line.index for line in store.pending()]
+        order = indices(store.pending())
     assert (is_shifted, order) == ((True, [1, 2, 0]) if overflow == "shift" else (False, [2, 0, 1]))
 
 
 def test_lines_that_can_t_be_run_come_first() -> None:
     """Their errors cost nothing."""
     with filled([[2], entry(1, [], error="line 2: empty"), [1]]) as store:
-        assert [line.index for line in store.pending()] == [1, 0, 2]
+        assert indices(store.pending()) == [1, 0, 2]
 
 
 Lines = Sequence[TokenArray]
@@ -181,9 +178,7 @@ def test_a_cut_is_as_even_as_any_unless_it_evaluates_less(
     """Every line is in one part, in its order; against all cuts of small trees."""
     costs = costs_of([as_tokens(prompt) for prompt in sorted(prompts)], answer)
     found, end = cut(costs, parts), len(costs)
-    assert found[0] == 0
-    assert found[-1] == end
-    assert len(found) == parts + 1
+    assert (found[0], found[-1], len(found)) == (0, end, parts + 1)
     assert found == sorted(found)
     cuts = [[0, *inner, end] for inner in combinations_with_replacement(range(end + 1), parts - 1)]
     best = min(max(parts_of(costs, places)) for places in cuts)
@@ -259,11 +254,9 @@ def test_the_rest_of_a_part_is_split_so_that_both_end_together() -> None:
     assert other <= 1.1 * own
 
 
-def test_a_rest_is_not_split_where_that_takes_longer() -> None:
-    costs = one_document(100, 50)
-    assert split(costs, 85, 100) is None
-    assert split(costs, 99, 100) is None
-    assert split(costs, 100, 100) is None
+@pytest.mark.parametrize("at", [85, 99, 100])
+def test_a_rest_is_not_split_where_that_takes_longer(at: int) -> None:
+    assert split(one_document(100, 50), at, 100) is None
 
 
 PROMPTS = st.lists(
@@ -272,20 +265,8 @@ PROMPTS = st.lists(
 )
 
 
-def arrays(prompts: list[list[int]]) -> list[TokenArray]:
+def arrays(prompts: Prompts) -> list[TokenArray]:
     return [as_tokens(prompt) for prompt in prompts]
-
-
-def trie_nodes(prompts: list[TokenArray]) -> int:
-    """Nodes of the tree of prefixes, by building it: the root is not counted."""
-    root: dict[int, dict] = {}  # type: ignore[type-arg]
-    nodes = 0
-    for prompt in prompts:
-        place = root
-        for token in prompt.tolist():
-            nodes += token not in place
-            place = place.setdefault(token, {})
-    return nodes
 
 
 @given(PROMPTS)
@@ -312,9 +293,9 @@ def test_sort_keys_share_what_their_tokens_share(length: int, more: int) -> None
 def test_prefix_order_costs_a_nodes_count_and_a_token_per_repeat(prompts: list[list[int]]) -> None:
     """Prefix order evaluates a naive tree's nodes, and one more token for each repeated prompt."""
     found = cost(sorted(arrays(prompts), key=sort_key))
-    distinct = len({tuple(prompt) for prompt in prompts})
-    assert found.nodes == trie_nodes(arrays(prompts))
-    assert found.repeats == len(prompts) - distinct
+    prefixes = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
+    assert found.nodes == len(prefixes)
+    assert found.repeats == len(prompts) - len({tuple(prompt) for prompt in prompts})
     assert found.evaluated == found.nodes + found.repeats
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.batches import filled
-from support.checks import raising
+from support.checks import has, raising
 
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.job import check_same
@@ -112,35 +112,29 @@ def test_the_store_has_everything_before_the_output_does(
     out = tmp_path / "out"
     with filled([[1]] * 3, tmp_path / "run") as store, closing(AnswerFile.open(out)) as output:
         writer = AnswerWriter(store, output, "input")
-        store.record(0, LINES[0])
-        monkeypatch.setattr(AnswerFile, "append", raising(OutputError("full")))
-        with pytest.raises(OutputError):
-            writer.flush()
-        monkeypatch.undo()
-        monkeypatch.setattr(Store, "commit", raising(OutputError("full")))
-        store.record(1, LINES[1])
-        with pytest.raises(OutputError):
-            writer.flush()
-        monkeypatch.undo()
+        for index, (of, name) in enumerate([(AnswerFile, "append"), (Store, "commit")]):
+            store.record(index, LINES[index])
+            with monkeypatch.context() as patched, pytest.raises(OutputError):
+                patched.setattr(of, name, raising(OutputError("full")))
+                writer.flush()
         assert out.read_bytes() == b""
         writer.mend()
         writer.flush()
     assert out.read_bytes() == WHOLE[: WHOLE.index(b"{}")]
 
 
-def test_a_line_waits_for_its_turn_in_the_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("order", "first", "places"), [("input", 0, (0, 1)), ("done", 1, (1, 0))])
+def test_a_line_waits_for_its_turn_in_the_store(
+    order: Any, first: int, places: tuple[int, int], tmp_path: Path
+) -> None:
     """In input order; as they finish with "done"."""
-    for order, expected in (
-        ("input", [b"", LINES[0] + b"\n" + LINES[1] + b"\n"]),
-        ("done", [LINES[1] + b"\n"] * 2),
-    ):
-        out = tmp_path / order
-        with filled([[1]] * 3) as store, closing(AnswerFile.open(out)) as output:
-            with AnswerWriter(store, output, order) as writer:  # type: ignore[arg-type]
-                writer.write(1, LINES[1], failed=False)
-                assert out.read_bytes() == expected[0]
-                writer.write(0, LINES[0], failed=False)
-            assert out.read_bytes().startswith(expected[1])
+    out = tmp_path / "out"
+    with filled([[1]] * 3) as store, closing(AnswerFile.open(out)) as output:
+        with AnswerWriter(store, output, order) as writer:
+            writer.write(1, LINES[1], failed=False)
+            assert out.read_bytes().splitlines() == [LINES[1]] * first
+            writer.write(0, LINES[0], failed=False)
+        assert out.read_bytes().splitlines() == [LINES[place] for place in places]
 
 
 USAGE = Usage.from_dict({
@@ -151,114 +145,94 @@ USAGE = Usage.from_dict({
     'decode_s': 0.1, 'cache_bytes': 1, 'peak_bytes': 1,
 })  # fmt: skip  # fields by subject
 HOSTILE = 'a"\\\n\r\x1b[2J\u2028\u202eé\U0001f600\x00'
+LAST = (-0.1, {})
+"""The log probabilities of the second token of each answer."""
 
 
-def outcome(
-    form: Any = "plain", error: str | None = None, *, refused: bool = True, logprobs: Any = None
-) -> Outcome:
+def written(
+    form: Any = "plain",
+    first: dict[int, float] | None = None,
+    *,
+    error: str | None = None,
+    refused: bool = True,
+    tokenizer: ByteTokenizer | None = None,
+    usage: bool = True,
+) -> Any:
+    """Return a line of the output. `first`: the likeliest first tokens, the own one first."""
     line = StoredLine(4, 6, None, "me" + HOSTILE, form)
     if error is not None:
-        return Outcome(line, error=error, is_refused=refused)
-    return Outcome(line, Result("hi" + HOSTILE, [104, 105], "stop", USAGE, logprobs))
+        made = Outcome(line, error=error, is_refused=refused)
+    else:
+        logprobs: Any = first and [(next(iter(first.values())), first), LAST]
+        made = Outcome(line, Result("hi" + HOSTILE, [104, 105], "stop", USAGE, logprobs))
+    content = write_line(made, tokenizer or ByteTokenizer(), model="demo", usage=usage)
+    assert b"\n" not in content
+    assert all(32 <= byte < 127 for byte in content)
+    return json.loads(content)
 
 
-def written(made: Outcome, *, usage: bool = True) -> Any:
-    line = write_line(made, ByteTokenizer(), model="demo", usage=usage)
-    assert b"\n" not in line
-    assert all(32 <= byte < 127 for byte in line)
-    return json.loads(line)
+def logprobs_of(*arguments: Any, **more: Any) -> Any:
+    return written(*arguments, **more)["response"]["body"]["choices"][0]["logprobs"]
 
 
 def test_our_own_lines() -> None:
     """A line has id, index, text, finish_reason, usage or error, and cannot drive a terminal."""
-    found = written(outcome())
-    assert list(found) == ["id", "index", "text", "finish_reason", "usage"]
-    assert (found["id"], found["index"], found["text"]) == ("me" + HOSTILE, 4, "hi" + HOSTILE)
-    assert found["usage"] == USAGE.as_dict()
-    assert list(written(outcome(), usage=False)) == ["id", "index", "text", "finish_reason"]
+    own = {"id": "me" + HOSTILE, "index": 4, "text": "hi" + HOSTILE, "finish_reason": "stop"}
+    assert list(written().items()) == list({**own, "usage": USAGE.as_dict()}.items())
+    assert written(usage=False) == own
     for error in ("line 6: is wrong", "is wrong"):
-        assert written(outcome(error=error)) == {
-            "id": "me" + HOSTILE,
-            "index": 4,
-            "error": "line 6: is wrong",
-        }
-    assert written(outcome(logprobs=[(-0.5, {104: -0.5}), (-0.1, {})]))["logprobs"] == [
-        {"logprob": -0.5, "top": {"104": -0.5}},
-        {"logprob": -0.1, "top": {}},
-    ]
+        failed = {"id": "me" + HOSTILE, "index": 4, "error": "line 6: is wrong"}
+        assert written(error=error) == failed
+    tops = [{"logprob": -0.5, "top": {"104": -0.5}}, {"logprob": -0.1, "top": {}}]
+    assert written(first={104: -0.5})["logprobs"] == tops
 
 
 def test_openai_chat_lines() -> None:
     """A line has the form of OpenAI's batch files: a response with a chat completion."""
-    found = written(
-        outcome("chat.completion", logprobs=[(-0.5, {104: -0.5, 33: -1.0}), (-0.1, {})])
-    )
+    found = written("chat.completion", {104: -0.5, 33: -1.0})
     assert list(found) == ["id", "custom_id", "response", "error"]
-    assert found["custom_id"] == "me" + HOSTILE
-    assert found["error"] is None
-    assert (found["response"]["status_code"], found["response"]["request_id"]) == (200, "req_4")
+    has(found, custom_id="me" + HOSTILE, error=None)
+    has(found["response"], status_code=200, request_id="req_4")
     body = found["response"]["body"]
     assert body["created"] > 1_600_000_000
-    assert (body["id"], body["object"], body["model"]) == ("chatcmpl-4", "chat.completion", "demo")
+    has(body, id="chatcmpl-4", object="chat.completion", model="demo")
     (choice,) = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "hi" + HOSTILE}
-    assert (choice["index"], choice["finish_reason"]) == (0, "stop")
-    assert choice["logprobs"]["content"][0] == {
-        "token": "h",
-        "logprob": -0.5,
-        "bytes": [104],
-        "top_logprobs": [
-            {"token": "h", "logprob": -0.5, "bytes": [104]},
-            {"token": "!", "logprob": -1.0, "bytes": [33]},
-        ],
-    }
-    assert body["usage"] == {
-        "prompt_tokens": 30,
-        "completion_tokens": 2,
-        "total_tokens": 32,
-        "prompt_tokens_details": {"cached_tokens": 20},
-    }
-
-
-def test_what_is_impossible_is_a_number_too() -> None:
-    """JSON has no infinity; as OpenAI's API says it."""
-    infinite = [(float("-inf"), {104: float("-inf")}), (-0.1, {})]
-    assert written(outcome(logprobs=infinite))["logprobs"][0] == {
-        "logprob": -9999.0,
-        "top": {"104": -9999.0},
-    }
-    content = written(outcome("chat.completion", logprobs=infinite))["response"]["body"]["choices"][
-        0
-    ]["logprobs"]["content"]
-    assert (content[0]["logprob"], content[0]["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+    message = {"role": "assistant", "content": "hi" + HOSTILE}
+    has(choice, index=0, finish_reason="stop", message=message)
+    h, bang = ({"token": a, "logprob": b, "bytes": [ord(a)]} for a, b in (("h", -0.5), ("!", -1.0)))
+    assert choice["logprobs"]["content"][0] == {**h, "top_logprobs": [h, bang]}
+    counts = {"prompt_tokens": 30, "completion_tokens": 2, "total_tokens": 32}
+    assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 20}}
 
 
 def test_openai_text_lines() -> None:
     """A text completion; without usage nothing in it depends on time."""
-    body = written(
-        outcome("text_completion", logprobs=[(-0.5, {104: -0.5}), (-0.1, {})]), usage=False
-    )["response"]["body"]
+    body = written("text_completion", {104: -0.5}, usage=False)["response"]["body"]
     assert (body["object"], body["created"], "usage" in body) == ("text_completion", 0, False)
     assert body["choices"][0]["text"] == "hi" + HOSTILE
-    assert body["choices"][0]["logprobs"] == {
-        "tokens": ["h", "i"],
-        "token_logprobs": [-0.5, -0.1],
-        "top_logprobs": [{"h": -0.5}, {}],
-    }
+    values = {"token_logprobs": [-0.5, -0.1], "top_logprobs": [{"h": -0.5}, {}]}
+    assert body["choices"][0]["logprobs"] == {"tokens": ["h", "i"], **values}
+
+
+def test_what_is_impossible_is_a_number_too() -> None:
+    """JSON has no infinity; as OpenAI's API says it."""
+    first = {104: float("-inf")}
+    ours = {"logprob": -9999.0, "top": {"104": -9999.0}}
+    assert written(first=first)["logprobs"][0] == ours
+    token = logprobs_of("chat.completion", first)["content"][0]
+    assert (token["logprob"], token["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 
 def test_a_token_that_is_part_of_a_character_has_its_own_bytes() -> None:
     """The bytes of all tokens join to the answer, and no two tokens have the same name."""
-    first, *rest = "é".encode()
-    partial = [(-0.5, {first: -0.5, rest[0]: -1.0, EOS: -2.0}), (-0.1, {})]
-    token, _ = written(outcome("chat.completion", logprobs=partial))["response"]["body"]["choices"][
-        0
-    ]["logprobs"]["content"]
+    begin, end = "é".encode()
+    partial = {begin: -0.5, end: -1.0, EOS: -2.0}
+    token, _ = logprobs_of("chat.completion", partial)["content"]
     found = [(one["token"], one["bytes"]) for one in token["top_logprobs"]]
     assert found[:2] == [("bytes:\\xc3", [0xC3]), ("bytes:\\xa9", [0xA9])]
     assert bytes(found[2][1]).decode() == found[2][0] == ByteTokenizer().decode([EOS])
-    choice = written(outcome("text_completion", logprobs=partial))["response"]["body"]["choices"][0]
-    assert list(choice["logprobs"]["top_logprobs"][0].values()) == [-0.5, -1.0, -2.0]
+    first, _ = logprobs_of("text_completion", partial)["top_logprobs"]
+    assert list(first.values()) == [-0.5, -1.0, -2.0]
 
 
 def test_of_tokens_that_are_spelled_alike_the_likelier_one_is_kept() -> None:
@@ -275,20 +249,11 @@ def test_of_tokens_that_are_spelled_alike_the_likelier_one_is_kept() -> None:
         def vocabulary(self) -> Vocabulary:
             raise OptionError("not byte by byte")
 
-    tops = [(-0.5, {0: -0.5, 1: -1.0, 2: -2.0}), (-0.1, {})]
-    for tokenizer, name in ((Alike(), "text_completion"), (Unknown(), "chat.completion")):
-        line = json.loads(
-            write_line(outcome(name, logprobs=tops), tokenizer, model="demo", usage=False)
-        )
-        logprobs = line["response"]["body"]["choices"][0]["logprobs"]
-        if name == "text_completion":
-            assert logprobs["top_logprobs"] == [{"a": -0.5, "b": -2.0}, {}]
-        else:
-            assert [one["bytes"] for one in logprobs["content"][0]["top_logprobs"]] == [
-                [0],
-                [1],
-                [2],
-            ]
+    tops = {0: -0.5, 1: -1.0, 2: -2.0}
+    found = logprobs_of("text_completion", tops, tokenizer=Alike())
+    assert found["top_logprobs"] == [{"a": -0.5, "b": -2.0}, {}]
+    token, _ = logprobs_of("chat.completion", tops, tokenizer=Unknown())["content"]
+    assert [one["bytes"] for one in token["top_logprobs"]] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -297,33 +262,27 @@ def test_of_tokens_that_are_spelled_alike_the_likelier_one_is_kept() -> None:
 )
 def test_openai_errors(refused: bool, status: int, kind: str) -> None:
     """The status and the body of the API's own answer, and an error beside them."""
-    found = written(outcome("chat.completion", "no good", refused=refused))
-    assert found["response"]["status_code"] == status
-    assert found["response"]["body"]["error"] == {
-        "message": "line 6: no good",
-        "type": kind,
-        "param": None,
-        "code": None,
-    }
+    found = written("chat.completion", error="no good", refused=refused)
+    error = {"message": "line 6: no good", "type": kind, "param": None, "code": None}
+    has(found["response"], status_code=status)
+    assert found["response"]["body"]["error"] == error
     assert found["error"] == {"code": kind, "message": "line 6: no good"}
 
 
 def test_a_difference_is_named_with_both_values() -> None:
     """Also one that is only on one side, and long ones not at full length."""
-    was, now = (
-        option_parts({"max_tokens": 5, "stop": (), "top_p": 1.0, "seed": None}),
-        option_parts({"top_p": 0.5, "system": "x" * 500}),
-    )
-    with pytest.raises(
-        DifferentRunError,
-        match=r"^out was begun with another --top-p: 1.0 then, 0.5 now; --resume needs the same",
-    ) as found:
-        check_same(was, now, "out")
-    assert found.value.exit_code == 2
-    with pytest.raises(
-        DifferentRunError, match=r"another --system: not set then, \"x{79} \.\.\. now"
-    ):
-        check_same({}, option_parts({"system": "x" * 500}), "out")
-    with pytest.raises(DifferentRunError, match="another --max-tokens: 5 then, not set now"):
-        check_same(was, option_parts({"top_p": 1.0}), "out")
+    was = option_parts({"max_tokens": 5, "stop": (), "top_p": 1.0, "seed": None})
+    long = option_parts({"system": "x" * 500})
     check_same(was, dict(was), "out")
+    for then, now, message in (
+        (
+            was,
+            option_parts({"top_p": 0.5}) | long,
+            r"^out was begun with another --top-p: 1.0 then, 0.5 now; --resume needs the same",
+        ),
+        ({}, long, r"another --system: not set then, \"x{79} \.\.\. now"),
+        (was, option_parts({"top_p": 1.0}), "another --max-tokens: 5 then, not set now"),
+    ):
+        with pytest.raises(DifferentRunError, match=message) as found:
+            check_same(then, now, "out")
+        assert found.value.exit_code == 2

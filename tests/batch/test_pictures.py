@@ -15,7 +15,7 @@ pytest.importorskip("mlx_vlm", reason="needs the extra vision")
 
 from PIL import Image
 from support.batch_command import answers, run, write
-from support.checks import ends
+from support.checks import ends, has
 
 from mlxrunner import BatchRequest, ParallelRunner, Runner, run_batch
 from mlxrunner.batch.store import Store
@@ -25,6 +25,7 @@ from mlxrunner.pictures.table import FIRST, Picture, PictureTable
 SHAPES = Path(__file__).parents[2] / "docs" / "images" / "shapes.png"
 QUESTIONS = ("How many red squares are there?", "How many circles?", "Is there a triangle?")
 MODEL = ("-m", "demo-pictures", "--pictures", "--picture-folder", "photos", "--no-reserve")
+BROKEN = {"id": "broken", "messages": [{"role": "user", "content": [{"type": "image"}]}]}
 OPTIONS = (*MODEL, "--greedy", "--max-tokens", 12, "--no-usage", "-q")
 
 
@@ -51,14 +52,20 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def asking(image: Any, question: str = "") -> list[Any]:
+    """Return a conversation with a picture."""
+    parts = [{"type": "image", "image": image}]
+    text = [{"type": "text", "text": question}] if question else []
+    return [{"role": "user", "content": [*parts, *text]}]
+
+
 def line(number: int) -> dict[str, Any]:
     """Return a line in one of three forms, with a picture that comes again in later lines."""
     which, question = number % 3, QUESTIONS[number // 3 % 3]
     data = "data:image/png;base64," + base64.b64encode(png(which)).decode()
     url = data if number % 2 else f"file:{which}.png"
     if number % 4 == 0:
-        parts = [{"type": "image", "image": url}, {"type": "text", "text": question}]
-        return {"id": number, "messages": [{"role": "user", "content": parts}]}
+        return {"id": number, "messages": asking(url, question)}
     if number % 4 == 1:
         parts = [{"type": "input_image", "image_url": url}]
         item = {"role": "user", "content": [*parts, {"type": "input_text", "text": question}]}
@@ -87,11 +94,7 @@ def cold(count: int) -> list[str]:
     with Runner.load("demo-pictures", pictures=True, reserve=False) as runner:
         for number in range(count):
             runner.reset()
-            parts = [
-                {"type": "image", "image": png(number % 3)},
-                {"type": "text", "text": QUESTIONS[number // 3 % 3]},
-            ]
-            asked = [{"role": "user", "content": parts}]
+            asked = asking(png(number % 3), QUESTIONS[number // 3 % 3])
             found.append(runner.complete(asked, max_tokens=12, temperature=0.0).text)
     return found
 
@@ -109,8 +112,7 @@ def test_lines_in_every_form_are_answered_as_cold(photos: Path) -> None:
 def test_a_run_that_was_stopped_goes_on_with_the_same_pictures(photos: Path) -> None:
     """The ids of the new process are those in the store, in whatever order lines run."""
     lines = [line(number) for number in range(9)]
-    broken = {"id": "broken", "messages": [{"role": "user", "content": [{"type": "image"}]}]}
-    write(*lines[:4], broken, *lines[4:])
+    write(*lines[:4], BROKEN, *lines[4:])
     ends(run("in.jsonl", "-o", "whole.jsonl", *OPTIONS), 3)
     ends(run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--order", "input", "--max-errors", 1), 1)
     with Store.open(Path("out.jsonl.run")) as store:
@@ -121,8 +123,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_pictures(photos: Path) -> 
 
 def test_a_file_that_has_changed_since_is_named(photos: Path) -> None:
     """Its line gets an error; the other lines are answered."""
-    broken = {"id": "broken", "messages": [{"role": "user", "content": [{"type": "image"}]}]}
-    write(line(0), broken, line(2), line(1))
+    write(line(0), BROKEN, line(2), line(1))
     run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--order", "input", "--max-errors", 1)
     (photos / "2.png").write_bytes(png(7))
     ends(run("in.jsonl", "-o", "out.jsonl", *OPTIONS, "--resume"), 3)
@@ -143,8 +144,7 @@ def test_a_file_that_has_changed_since_is_named(photos: Path) -> None:
 )
 def test_what_is_no_picture_is_the_error_of_its_line(photos: Path, image: Any, why: str) -> None:
     """It stops nothing."""
-    content = [{"type": "image", "image": image}]
-    write({"id": 0, "messages": [{"role": "user", "content": content}]}, line(0))
+    write({"id": 0, "messages": asking(image)}, line(0))
     ends(run("in.jsonl", "-o", "out.jsonl", *OPTIONS), 3)
     assert why in answers()[0]["error"]
     assert text_of(answers()[1]) == cold(1)[0]
@@ -154,9 +154,8 @@ def test_without_the_option_the_remedy_is_named(photos: Path) -> None:
     """The model is loaded for text then."""
     write(line(0), line(3))
     ends(run("in.jsonl", "-o", "out.jsonl", "-m", "demo-pictures", "--no-reserve"), 3)
-    assert answers()[0]["error"] == (
-        "line 1: message 0 has a picture: run the batch with --pictures"
-    )
+    remedy = "line 1: message 0 has a picture: run the batch with --pictures"
+    assert answers()[0]["error"] == remedy
 
 
 @pytest.mark.parametrize(
@@ -180,10 +179,8 @@ def test_the_plan_counts_positions_of_pictures(photos: Path) -> None:
     """It says one line at a time, and reads no weights."""
     write(*(line(number) for number in range(9)))
     result = run("in.jsonl", *MODEL, "--plan", "--json")
-    assert result.exit_code == 0, result.stderr
-    plan = json.loads(result.stdout)
-    assert plan["lines"] == 9
-    assert plan["parallel"] == 1
+    ends(result, 0)
+    has(json.loads(result.stdout), lines=9, parallel=1)
 
 
 @pytest.mark.parametrize("kind", [Runner, ParallelRunner])
@@ -191,27 +188,14 @@ def test_a_program_gives_paths_bytes_and_pixels(photos: Path, kind: Any) -> None
     """They are the same pictures as those of lines."""
     given = [photos / "0.png", png(1), pixels(2), str(photos / "0.png")]
     requests = [
-        BatchRequest(
-            [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image", "image": image},
-                        {"type": "text", "text": QUESTIONS[number // 3 % 3]},
-                    ],
-                }
-            ]
-        )
+        BatchRequest(asking(image, QUESTIONS[number // 3 % 3]))
         for number, image in enumerate(given)
     ]
-    missing = [{"role": "user", "content": [{"type": "image", "image": "missing.png"}]}]
+    missing = BatchRequest(asking("missing.png"))
     settings = {"max_sequences": 2, "context": 400} if kind is ParallelRunner else {}
     with kind.load("demo-pictures", pictures=True, reserve=False, **settings) as runner:
-        results = list(
-            run_batch(runner, [*requests, BatchRequest(missing)], max_tokens=12, temperature=0.0)
-        )
+        results = list(run_batch(runner, [*requests, missing], max_tokens=12, temperature=0.0))
     assert [result.text for result in results[:4]] == cold(4)
-    assert results[4].error is not None
     assert "missing.png: no such file" in str(results[4].error)
 
 

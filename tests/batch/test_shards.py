@@ -24,6 +24,8 @@ from mlxrunner.system.writing import sealed
 from mlxrunner.terminal.output import count_of
 
 PARTS = ("part1.jsonl", "part2.jsonl", "part3.jsonl")
+ALL = Path("all.jsonl")
+"""The merged output."""
 
 
 def shard(number: int, *arguments: object, count: int = 3, output: str | None = None) -> Result:
@@ -60,30 +62,34 @@ def copied(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_merged_shards_are_the_output_of_one_machine(copied: Path) -> None:
-    """Greedy, seeded and broken lines, byte for byte, in any order of the outputs."""
+def test_merged_shards_are_the_output_of_one_machine(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, seeded and broken lines, byte for byte, in any order of the outputs.
+
+    Each line is in one shard. A shard is read in groups, and its file is closed between them.
+    """
     whole = unbroken()
-    ends(merge(*reversed(PARTS)), 3, "all.jsonl: 12 lines of 3 shards, 1 of them failed")
-    assert Path("all.jsonl").read_bytes() == whole
-    assert Path("all.jsonl").stat().st_mode & 0o777 == 0o600
-
-
-def test_each_line_is_in_one_shard(copied: Path) -> None:
     found = [[json.loads(line)["index"] for line in answers_of(name)] for name in PARTS]
     assert sorted(chain(*found)) == list(range(12))
     assert all(found)
+    for group in (merging.GROUP, 1):
+        monkeypatch.setattr(merging, "GROUP", group)
+        ends(merge(*reversed(PARTS)), 3, "all.jsonl: 12 lines of 3 shards, 1 of them failed")
+        assert ALL.read_bytes() == whole
+        assert ALL.stat().st_mode & 0o777 == 0o600
+        ALL.unlink()
+        Path("all.jsonl.done").unlink()
 
 
 def test_merged_shards_go_on_like_the_output_of_one_machine(copied: Path) -> None:
     """Their record is that of a run without shards: --resume and --retry-failed take it."""
     assert merge().exit_code == 3
-    again = ("in.jsonl", "-o", "all.jsonl", "--no-usage")
-    result = run(*again, "--resume")
-    assert "all.jsonl is complete (12 lines): nothing to do" in result.stderr
-    assert run(*again, "--retry-failed").exit_code == 3
-    assert Path("all.jsonl").read_bytes() == unbroken()
-    other = run(*again, "--resume", "--max-tokens", 3)
-    assert "another --max-tokens" in other.stderr
+    again = ("in.jsonl", "-o", ALL, "--no-usage")
+    ends(run(*again, "--resume"), 3, "all.jsonl is complete (12 lines): nothing to do")
+    ends(run(*again, "--retry-failed"), 3)
+    assert ALL.read_bytes() == unbroken()
+    ends(run(*again, "--resume", "--max-tokens", 3), 2, "another --max-tokens")
 
 
 def test_seeds_are_those_of_the_whole_batch(folder: Path) -> None:
@@ -93,7 +99,7 @@ def test_seeds_are_those_of_the_whole_batch(folder: Path) -> None:
     for number in (1, 2):
         shard(number, *sampled, count=2)
     assert merge(*PARTS[:2]).exit_code == 3
-    assert Path("all.jsonl").read_bytes() == whole
+    assert ALL.read_bytes() == whole
 
 
 @pytest.mark.parametrize("order", ["input", "prefix"])
@@ -111,13 +117,11 @@ def test_a_shard_that_was_stopped_goes_on(folder: Path, order: str) -> None:
 def test_a_shard_keeps_its_lines_only(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store has no lines of others, and its counts are its own."""
     monkeypatch.setattr("mlxrunner.batch.work.complete", lambda *_: None)
-    result = shard(2, output="other.jsonl")
     own = len(answers_of(PARTS[1]))
-    assert f"{own} lines in " in result.stderr
+    ends(shard(2, output="other.jsonl"), 0, f"{own} lines in ")
     with Store.open(Path("other.jsonl.run")) as store:
-        assert store.size == 12
-        assert store.counts.lines == store.counts.done == own
-        assert len(list(store.answers())) == own
+        counts = store.size, store.counts.lines, store.counts.done, len(list(store.answers()))
+    assert counts == (12, own, own, own)
 
 
 def test_more_shards_than_lines_leave_some_empty(folder: Path) -> None:
@@ -127,7 +131,7 @@ def test_more_shards_than_lines_leave_some_empty(folder: Path) -> None:
     assert [result.exit_code for result in results] == [0, 0, 0, 0]
     assert "shard 4/4 has no lines: nothing to do" in results[3].stderr
     assert merge(*names).exit_code == 0
-    assert Path("all.jsonl").read_bytes() == unbroken()
+    assert ALL.read_bytes() == unbroken()
 
 
 def test_the_failed_lines_of_a_shard_run_again(folder: Path) -> None:
@@ -139,95 +143,84 @@ def test_the_failed_lines_of_a_shard_run_again(folder: Path) -> None:
     assert sorted(result.exit_code for result in results) == [0, 3]
     assert [Path(name).read_bytes() for name in PARTS[:2]] == before
     assert merge(*PARTS[:2]).exit_code == 3
-    assert Path("all.jsonl").read_bytes() == unbroken()
+    assert ALL.read_bytes() == unbroken()
 
 
 def rewritten(**changed: str) -> None:
     """Change what the record of the second shard says."""
     content: dict[str, Any] = json.loads(RECORD.read_text())
-    del content["crc32"]
     content["made_from"] |= changed
-    RECORD.write_text(sealed(json.dumps(content)))
+    sealed_record(RECORD, content)
 
 
 TWO, RECORD = Path("part2.jsonl"), Path("part2.jsonl.done")
 OTHER = (PARTS[0], "other.jsonl", PARTS[2])
 NO_RECORD = "part2.jsonl: part2.jsonl.done is missing or damaged, which says what it was made from"
+COPY = f"{NO_RECORD}: copy it from the machine that ran the shard"
 BAD_RECORD = "part2.jsonl: its part2.jsonl.done is damaged"
-REFUSED: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
-    "missing": (lambda: None, PARTS[:2], "shard 3/3 is missing: name its output, too"),
-    "several missing": (lambda: None, PARTS[:1], "shards 2/3, 3/3 are missing"),
-    "there twice": (
-        lambda: [shutil.copy(f"{TWO}{end}", f"copy.jsonl{end}") for end in ("", ".done")],
-        (*PARTS, "copy.jsonl"),
-        "part2.jsonl and copy.jsonl are both shard 2/3: leave one out",
-    ),
-    "no such file": (lambda: None, (*PARTS[:2], "none.jsonl"), "none.jsonl: is not there"),
-    "without its record": (
-        RECORD.unlink,
-        PARTS,
-        f"{NO_RECORD}: copy it from the machine that ran the shard",
-    ),
-    "damaged record": (lambda: RECORD.write_text("{"), PARTS, NO_RECORD),
-    "record of another digit": (
-        lambda: RECORD.write_text(RECORD.read_text().replace('"failed": 0', '"failed": 1')),
-        PARTS,
-        NO_RECORD,
-    ),
-    "record of nonsense": (lambda: rewritten(**{"--shard": '"9/3"'}), PARTS, BAD_RECORD),
-    "record of depth": (lambda: rewritten(**{"--shard": "[" * 99_999}), PARTS, BAD_RECORD),
-    "not ended": (
-        lambda: Path("part2.jsonl.run").write_bytes(b""),
-        PARTS,
-        "part2.jsonl: this shard has not ended: continue it with --resume",
-    ),
-    "changed": (
-        lambda: TWO.write_bytes(TWO.read_bytes()[:-1] + b" "),
-        PARTS,
-        "part2.jsonl: is not what shard 2/3 left",
-    ),
-    "cut off": (
-        lambda: TWO.write_bytes(TWO.read_bytes()[:-9]),
-        PARTS,
-        "part2.jsonl: is not what shard 2/3 left",
-    ),
-    "no shard": (
-        lambda: run("in.jsonl", "-o", "plain.jsonl", "--no-usage"),
-        (*PARTS, "plain.jsonl"),
-        "plain.jsonl: is not a shard: it was made without --shard, leave it out",
-    ),
-    "of another batch": (
-        lambda: (Path("in.jsonl").write_text(lines(13)), shard(2, output="other.jsonl")),
-        OTHER,
-        "other.jsonl: was made from another input than part1.jsonl",
-    ),
-    "with other options": (
-        lambda: shard(2, "--top-k", 3, output="other.jsonl"),
-        OTHER,
-        "other.jsonl: was made from another --top-k than part1.jsonl: 3 there, 0 here",
-    ),
-    "of another number": (
-        lambda: shard(2, count=4, output="other.jsonl"),
-        OTHER,
-        "other.jsonl is shard 2/4 and part1.jsonl is shard 1/3",
-    ),
-    "cut in another way": (
-        lambda: rewritten(cut="0"),
-        PARTS,
-        "part2.jsonl: its machine partitioned the batch differently than that of part1.jsonl",
-    ),
-}
+NOT_LEFT = "part2.jsonl: is not what shard 2/3 left"
+NOT_ENDED = "part2.jsonl: this shard has not ended: continue it with --resume"
+TWICE = "part2.jsonl and copy.jsonl are both shard 2/3: leave one out"
+PLAIN = "plain.jsonl: is not a shard: it was made without --shard, leave it out"
+INPUT = "other.jsonl: was made from another input than part1.jsonl"
+TOP_K = "other.jsonl: was made from another --top-k than part1.jsonl: 3 there, 0 here"
+CUT = "part2.jsonl: its machine partitioned the batch differently than that of part1.jsonl"
 
 
-@pytest.mark.parametrize(("change", "outputs", "message"), REFUSED.values(), ids=REFUSED)
+def copy_second() -> None:
+    for end in ("", ".done"):
+        shutil.copy(f"{TWO}{end}", f"copy.jsonl{end}")
+
+
+def shard_of_another_input() -> None:
+    Path("in.jsonl").write_text(lines(13))
+    shard(2, output="other.jsonl")
+
+
+def with_a_failure() -> None:
+    RECORD.write_text(RECORD.read_text().replace('"failed": 0', '"failed": 1'))
+
+
+@pytest.mark.parametrize(
+    ("change", "outputs", "message"),
+    [
+        (None, PARTS[:2], "shard 3/3 is missing: name its output, too"),
+        (None, PARTS[:1], "shards 2/3, 3/3 are missing"),
+        (copy_second, (*PARTS, "copy.jsonl"), TWICE),
+        (None, (*PARTS[:2], "none.jsonl"), "none.jsonl: is not there"),
+        (RECORD.unlink, PARTS, COPY),
+        (lambda: RECORD.write_text("{"), PARTS, NO_RECORD),
+        (with_a_failure, PARTS, NO_RECORD),
+        (lambda: rewritten(**{"--shard": '"9/3"'}), PARTS, BAD_RECORD),
+        (lambda: rewritten(**{"--shard": "[" * 99_999}), PARTS, BAD_RECORD),
+        (lambda: rewritten(cut="0"), PARTS, CUT),
+        (Path("part2.jsonl.run").touch, PARTS, NOT_ENDED),
+        (lambda: TWO.write_bytes(TWO.read_bytes()[:-1] + b" "), PARTS, NOT_LEFT),
+        (lambda: TWO.write_bytes(TWO.read_bytes()[:-9]), PARTS, NOT_LEFT),
+        (lambda: run("in.jsonl", "-o", "plain.jsonl"), (*PARTS, "plain.jsonl"), PLAIN),
+        (shard_of_another_input, OTHER, INPUT),
+        (lambda: shard(2, "--top-k", 3, output="other.jsonl"), OTHER, TOP_K),
+        (
+            lambda: shard(2, count=4, output="other.jsonl"),
+            OTHER,
+            "other.jsonl is shard 2/4 and part1.jsonl is shard 1/3",
+        ),
+    ],
+)
 def test_shards_that_do_not_make_a_batch_are_refused(
-    copied: Path, change: Callable[[], object], outputs: tuple[str, ...], message: str
+    copied: Path, change: Callable[[], object] | None, outputs: tuple[str, ...], message: str
 ) -> None:
     """The error names the file and says what to do, and nothing is written."""
-    change()
+    if change is not None:
+        change()
     ends(merge(*outputs), 2, message)
-    assert not Path("all.jsonl").exists()
+    assert not ALL.exists()
     assert not Path("all.jsonl.done").exists()
+
+
+def sealed_record(record: Path, content: dict[str, Any]) -> None:
+    del content["crc32"]
+    record.write_text(sealed(json.dumps(content)))
 
 
 def recorded(name: str, content: bytes) -> None:
@@ -235,9 +228,7 @@ def recorded(name: str, content: bytes) -> None:
     Path(name).write_bytes(content)
     record = Path(f"{name}.done")
     fitting = {"digest": merging.output_digest(Path(name)), "size": len(content)}
-    found: dict[str, Any] = json.loads(record.read_text()) | fitting
-    del found["crc32"]
-    record.write_text(sealed(json.dumps(found)))
+    sealed_record(record, json.loads(record.read_text()) | fitting)
 
 
 def last_of(name: str) -> bytes:
@@ -268,7 +259,7 @@ def test_a_record_that_fits_hides_nothing(
     """Each line of the batch has to be there once, also where a shard agrees with its record."""
     recorded(PARTS[0], change(Path(PARTS[0]).read_bytes()))
     ends(merge(), 2, message)
-    assert not Path("all.jsonl").exists()
+    assert not ALL.exists()
 
 
 def test_names_that_lead_nowhere_are_refused(copied: Path) -> None:
@@ -285,11 +276,10 @@ def test_names_that_lead_nowhere_are_refused(copied: Path) -> None:
 
 
 def test_an_output_that_is_there_stays(copied: Path) -> None:
-    Path("all.jsonl").write_text("mine")
-    result = merge()
-    assert "all.jsonl: is there already: choose another -o, or remove it" in result.stderr
-    assert Path("all.jsonl").read_text() == "mine"
-    assert "is the output of a shard" in merge(output="part1.jsonl").stderr
+    ALL.write_text("mine")
+    ends(merge(), 2, "all.jsonl: is there already: choose another -o, or remove it")
+    assert ALL.read_text() == "mine"
+    ends(merge(output="part1.jsonl"), 2, "is the output of a shard")
 
 
 def test_a_model_may_have_another_name_on_each_machine(copied: Path) -> None:
@@ -297,19 +287,11 @@ def test_a_model_may_have_another_name_on_each_machine(copied: Path) -> None:
     assert merge().exit_code == 3
 
 
-def test_the_groups_of_lines_may_be_small(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard is read in groups, and its file is closed between them."""
-    monkeypatch.setattr(merging, "GROUP", 1)
-    assert merge().exit_code == 3
-    assert Path("all.jsonl").read_bytes() == unbroken()
-
-
 def test_a_shard_is_no_shard_of_another_number(copied: Path) -> None:
     """--resume names both."""
-    result = shard(3, "--resume", output="part2.jsonl")
-    assert 'another --shard: "2/3" then, "3/3" now' in result.stderr
-    result = run("in.jsonl", "-o", "part2.jsonl", "--no-usage", "--resume")
-    assert 'another --shard: "2/3" then, not set now' in result.stderr
+    ends(shard(3, "--resume", output="part2.jsonl"), 2, 'another --shard: "2/3" then, "3/3" now')
+    plain = run("in.jsonl", "-o", "part2.jsonl", "--no-usage", "--resume")
+    ends(plain, 2, 'another --shard: "2/3" then, not set now')
 
 
 @pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "1/0", "-1/3", "a/b", "1/3/3", "1/999999"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from support import batches
-from support.checks import ends, raising
+from support.checks import ends, has, raising, read_lines
 
 from mlxrunner.batch import work
 from mlxrunner.batch.job import Job
@@ -37,28 +37,21 @@ def questions(folder: Path) -> None:
 def test_the_summary_adds_up_what_the_lines_say() -> None:
     """Tokens, reuse, answers cut at their limit, failures by kind; both files are private."""
     assert run(*REPORTS).exit_code == 3
-    answers = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    answers = read_lines(Path("out.jsonl"))
     usages = [answer["usage"] for answer in answers if "usage" in answer]
     found = read("summary.json")
-    assert (found["state"], found["lines"], found["answered"], found["failed"]) == ("done", 5, 4, 1)
-    assert (found["model"], found["inputs"]) == ("demo", ["in.jsonl"])
+    has(found, state="done", lines=5, answered=4, failed=1, model="demo", inputs=["in.jsonl"])
     own = found["run"]
     assert own["failures"] == {"refused": 1}
     assert own["cut_at_limit"] == sum(a.get("finish_reason") == "length" for a in answers) == 2
-    for name, of_usage in (
-        ("prompt_tokens", "prompt_tokens"),
-        ("cached_tokens", "cached_tokens"),
-        ("evaluated_tokens", "evaluated_tokens"),
-        ("answer_tokens", "completion_tokens"),
-    ):
-        assert own[name] == sum(usage[of_usage] for usage in usages) > 0
+    for name in ("prompt_tokens", "cached_tokens", "evaluated_tokens", "completion_tokens"):
+        reported = "answer_tokens" if name == "completion_tokens" else name
+        assert own[reported] == sum(usage[name] for usage in usages) > 0
     assert own["reused"] == pytest.approx(own["cached_tokens"] / own["prompt_tokens"], abs=1e-6)
     rate = own["answer_tokens"] / own["seconds"]
     assert own["tokens_per_second"] == pytest.approx(rate, rel=0.01)
     assert own["on_battery"] in (True, False)
-    progress = read("progress.json")
-    assert (progress["state"], progress["done"], progress["failed"]) == ("done", 5, 1)
-    assert progress["pid"] == os.getpid()
+    has(read("progress.json"), state="done", done=5, failed=1, pid=os.getpid())
     for name in ("progress.json", "summary.json"):
         assert Path(name).stat().st_mode & 0o777 == 0o600
     assert not [path for path in Path().iterdir() if path.name.startswith(".")]
@@ -81,22 +74,25 @@ def test_failures_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_last_state_says_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Done also if there was nothing to do; interrupted with lines left; failed with the error."""
+
+    def states() -> set[str]:
+        return {read(name)["state"] for name in REPORTS[1::2]}
+
     assert run(*REPORTS, "--max-errors", 1, "--order", "input").exit_code == 3  # the last line
     assert read("progress.json")["state"] == "done"
     assert run(*REPORTS, "--resume").exit_code == 3
-    assert (read("progress.json")["state"], read("progress.json")["done"]) == ("done", 5)
+    has(read("progress.json"), state="done", done=5)
     assert read("summary.json")["run"]["lines"] == 0
     Path("out.jsonl").unlink()
     assert run(*REPORTS, "--max-errors", 1).exit_code == 1  # the broken line comes first
-    for name in ("progress.json", "summary.json"):
-        assert read(name)["state"] == "interrupted"
+    assert states() == {"interrupted"}
     assert run(*REPORTS, "--resume", "--system", "x").exit_code == 2
-    for name in ("progress.json", "summary.json"):
-        assert read(name)["state"] == "failed"
+    assert states() == {"failed"}
+    for name in REPORTS[1::2]:
         assert "was begun with another --system" in read(name)["error"]
     monkeypatch.setattr("mlxrunner.batch.work.open_runner", raising(SystemExit(143)))
     assert run(*REPORTS, "--resume").exit_code == 143
-    assert (read("progress.json")["state"], read("progress.json")["error"]) == ("interrupted", None)
+    has(read("progress.json"), state="interrupted", error=None)
 
 
 def test_it_is_written_once_a_second_while_lines_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,27 +152,23 @@ def test_a_file_that_can_t_be_written_ends_no_batch(name: str) -> None:
     assert list(Path("folder").iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["--progress-file", "--summary"])
-def test_a_file_in_a_folder_that_is_not_there_is_refused_at_once(option: str) -> None:
-    """Before a line is answered."""
-    ends(run(option, "no/such/file.json"), 2, "there is no folder")
-    assert not Path("out.jsonl").exists()
-
-
+@pytest.mark.parametrize("option", REPORTS[::2])
 @pytest.mark.parametrize(
-    "name", ["in.jsonl", "out.jsonl", "out.jsonl.run", "./out.jsonl.done", "-", "other"]
+    ("name", "why"),
+    [
+        ("-", "does not mean standard output here"),
+        ("no/such/file.json", "there is no folder"),
+        *(
+            (name, "choose a file of its own")
+            for name in ("in.jsonl", "out.jsonl", "out.jsonl.run", "./out.jsonl.done", "other")
+        ),
+    ],
 )
-def test_a_file_that_is_something_else_is_refused(name: str) -> None:
-    """Before anything is read: the reports would replace it."""
+def test_a_file_that_is_something_else_is_refused(name: str, why: str, option: str) -> None:
+    """Before anything is read: the reports would replace it. So is a plan, which tells nothing."""
     before = Path("in.jsonl").read_bytes()
-    for option in ("--progress-file", "--summary"):
-        other = "--summary" if option == "--progress-file" else "--progress-file"
-        why = "does not mean standard output here" if name == "-" else "choose a file of its own"
-        ends(run(option, name, other, "./other"), 2, why)
+    (other,) = {*REPORTS[::2]} - {option}
+    ends(run(option, name, other, "./other"), 2, why)
+    ends(run("--plan", option, "s.json"), 2, "--plan runs nothing")
     assert Path("in.jsonl").read_bytes() == before
-    assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
-
-
-def test_a_plan_has_nothing_to_tell() -> None:
-    """Both options are refused with --plan."""
-    ends(run("--plan", "--summary", "s.json"), 2, "--plan runs nothing")
+    assert os.listdir() == ["in.jsonl"]

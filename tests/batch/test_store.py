@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import signal
+import resource
 import sqlite3
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +32,21 @@ from mlxrunner.errors import StoreError
 def test_an_entry_comes_back_as_it_went_in(name: str | int | None, tmp_path: Path) -> None:
     """All of its fields, of all their types, also after the file was closed and opened again."""
     path = tmp_path / "store"
-    given = entry(
-        0,
-        [0, 1, 255, 256, 2**31 - 1],
-        prompt=[{"role": "user", "content": "\ud800"}],
-        id=name,
-        options={"stop": ["\ud800"], "seed": 2**64 - 1},
-    )
+    talk = [{"role": "user", "content": "\ud800"}]
+    options = {"stop": ["\ud800"], "seed": 2**64 - 1}
+    whole = entry(0, [0, 1, 255, 256, 2**31 - 1], prompt=talk, id=name, options=options)
     broken = entry(1, [], id=name, format="chat.completion", error="line 2: nothing in it")
-    filled([given, broken], path).close()
+    filled([whole, broken], path).close()
     with Store.open(path) as store:
-        found = list(store.pending("input"))
-    for one, other in zip(found, [given, broken], strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert {**vars(one), "tokens": 0} == {**vars(other), "tokens": 0}
+        for one, other in zip(store.pending("input"), [whole, broken], strict=True):
+            tokens = {"tokens": other.tokens.tolist()}
+            assert {**vars(one), "tokens": one.tokens.tolist()} == {**vars(other), **tokens}
 
 
-@given(
-    st.lists(
-        st.lists(st.integers(0, 2) | st.sampled_from([255, 256, 65536, 2**31 - 1]), max_size=5),
-        max_size=25,
-    )
-)
+TOKENS = st.integers(0, 2) | st.sampled_from([255, 256, 65536, 2**31 - 1])
+
+
+@given(st.lists(st.lists(TOKENS, max_size=5), max_size=25))
 def test_prefix_order_is_that_of_the_tree(prompts: list[list[int]]) -> None:
     """The store keeps the order that `run_order` chooses for its lines."""
     with filled(prompts) as store:
@@ -84,39 +79,32 @@ def test_what_is_recorded_during_an_iteration_does_not_come_any_more(
 
 
 def test_results_come_back_in_both_orders(tmp_path: Path) -> None:
-    """Results come as they were recorded, or in input order up to the first missing one."""
+    """Results come as they were recorded, or in input order up to the first missing one.
+
+    A second result of a line and one of an unknown line are errors that change nothing.
+    """
+
+    def answers(*of: Any, **more: Any) -> list[Any]:
+        return [(one.index, one.body, one.failed) for one in store.answers(*of, **more)]
+
+    zero, one, two = (0, b"0", False), (1, b"\xff\0", False), (2, b"2", True)
     with filled([[1], [2], [3], [4]], tmp_path / "store") as store:
         for index in (2, 0):
             store.record(index, b"%d" % index, failed=index == 2)
         store.commit()
-        assert [(one.index, one.body, one.failed) for one in store.answers("done")] == [
-            (2, b"2", True),
-            (0, b"0", False),
-        ]
-        first = list(store.answers("input"))
-        assert [one.index for one in first] == [0]
+        assert (answers("done"), answers("input")) == ([two, zero], [zero])
+        (first,) = store.answers("input")
         store.record(1, b"\xff\0")
         store.commit()
-        assert [(one.index, one.body) for one in store.answers("input", after=first[-1].place)] == [
-            (1, b"\xff\0"),
-            (2, b"2"),
-        ]
+        assert answers("input", after=first.place) == [one, two]
         last = list(store.answers("done"))[-1]
-        assert last.index == 1
-        assert list(store.answers("done", after=last.place)) == []
+        assert (last.index, answers("done", after=last.place)) == (1, [])
         assert store.counts == LineCounts(lines=4, broken=0, done=3, failed=1)
         assert store.counts.left == 1
-
-
-def test_nothing_is_done_twice() -> None:
-    """A second result of a line and one of an unknown line are errors that change nothing."""
-    with filled([[1], [2]]) as store:
-        store.record(0, b"first")
-        store.commit()
-        for index in (0, 2):
+        for index in (0, 4):
             with pytest.raises(StoreError, match="one result only"):
                 store.record(index, b"second")
-        assert [one.body for one in store.answers()] == [b"first"]
+        assert answers() == [zero, one, two]
 
 
 def test_an_id_that_was_there_is_an_error() -> None:
@@ -147,7 +135,10 @@ def test_an_id_that_was_there_is_an_error() -> None:
 
 
 def test_lines_come_one_after_the_other() -> None:
-    """An index that is left out, or there twice, is an error, and nothing of that input stays."""
+    """An index that is left out, or there twice, is an error, and nothing of that input stays.
+
+    A complete input takes neither another line nor another end.
+    """
     with Store.create() as store:
         store.add(entry(0, [1]))
         with pytest.raises(StoreError, match="line 2 was added where line 1"):
@@ -155,17 +146,11 @@ def test_lines_come_one_after_the_other() -> None:
         assert list(store.pending("input")) == []
         store.add(entry(0, [1]))
         store.finish()
-        assert store.counts.lines == 1
-
-
-def test_a_complete_input_takes_no_more_lines() -> None:
-    """Neither another line nor another end; what is there stays."""
-    with filled([[1], [2]]) as store:
         for change in (lambda: store.add(entry(0, [1])), store.finish):
             with pytest.raises(StoreError, match="its input is complete, nothing can be added"):
                 change()
-        assert store.counts == LineCounts(lines=2, broken=0, done=0, failed=0)
-        assert indices(store.pending()) == [0, 1]
+        assert store.counts == LineCounts(lines=1, broken=0, done=0, failed=0)
+        assert indices(store.pending()) == [0]
 
 
 @pytest.mark.parametrize("order", ["prefix", "input"])
@@ -189,34 +174,29 @@ def test_a_checksum_is_that_of_stores_that_are_there() -> None:
 
 
 def test_the_whole_input_is_there_or_none_of_it(tmp_path: Path) -> None:
-    """Closed before the input was complete, the store is empty, says so, and takes it again."""
+    """Closed before the input was complete, the store is empty, says so, and takes it again.
+
+    Closing without a commit drops the results since the last one.
+    """
     path = tmp_path / "store"
     with Store.create(path) as store:
         for index in range(1000):
             store.add(entry(index, range(index)))
         assert not store.is_complete
     with Store.open(path) as store:
-        assert not store.is_complete
-        assert store.counts == LineCounts(0, 0, 0, 0)
+        assert (store.is_complete, store.counts) == (False, LineCounts(0, 0, 0, 0))
         assert list(store.pending("input")) == []
-        store.add(entry(0, [1]))
+        for index in (0, 1):
+            store.add(entry(index, [1]))
         store.finish({"input": "abc", "model": "demo"})
+        for index in (0, 1):
+            store.record(index, b"")
+            if index == 0:
+                store.commit()
     with Store.open(path) as store:
-        assert store.is_complete
-        assert store.counts == LineCounts(1, 0, 0, 0)
+        assert (store.is_complete, store.counts) == (True, LineCounts(2, 0, 1, 0))
         assert store.meta == {"input": "abc", "model": "demo"}
-
-
-def test_what_was_not_committed_is_not_there(tmp_path: Path) -> None:
-    """Closing without a commit drops the results since the last one."""
-    path = tmp_path / "store"
-    with filled([[1], [2]], path) as store:
-        store.record(0, b"0")
-        store.commit()
-        store.record(1, b"1")
-    with Store.open(path) as store:
-        assert [one.index for one in store.answers("done")] == [0]
-        assert indices(store.pending()) == [1]
+        assert (indices(store.answers("done")), indices(store.pending())) == ([0], [1])
 
 
 def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
@@ -250,31 +230,25 @@ def test_a_temporary_store_leaves_nothing_behind(
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     """A second one is refused at once, and can have it when the first one is gone."""
     path = tmp_path / "store"
-    program = (
-        "import sys; from mlxrunner.batch.store import Store; from pathlib import Path; "
-        "Store.open(Path(sys.argv[1]))"
-    )
+    program = "import sys; from mlxrunner.batch.store import Store; Store.open(sys.argv[1])"
+    second = [sys.executable, "-c", program, str(path)]
     with filled([[1]], path):
-        second = subprocess.run(
-            [sys.executable, "-c", program, path], capture_output=True, text=True, check=False
-        )
-        assert "another process is using it" in second.stderr.splitlines()[-1]
+        refused = subprocess.run(second, capture_output=True, text=True, check=False)
+        assert "another process is using it" in refused.stderr.splitlines()[-1]
         with pytest.raises(StoreError, match="another process is using it"):
             Store.open(path)
-    assert subprocess.run([sys.executable, "-c", program, path], check=False).returncode == 0
+    assert subprocess.run(second, check=False).returncode == 0
 
 
 def other_database(path: Path) -> None:
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE lines (a)")
-    database.close()
 
 
 def other_version(path: Path) -> None:
     Store.create(path).close()
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database:
         database.execute(f"PRAGMA user_version={VERSION + 1}")
-    database.close()
 
 
 def damaged(path: Path) -> None:
@@ -283,26 +257,24 @@ def damaged(path: Path) -> None:
     path.write_bytes(whole[:4096] + bytes(len(whole) - 4096))
 
 
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (lambda path: None, "No such file"),
-        (lambda path: path.mkdir(), "Is a directory"),
-        (lambda path: path.write_text("{}\n" * 1000), "not a batch store"),
-        (other_database, "is not a batch store"),
-        (
-            other_version,
-            f"of version {VERSION + 1}, and this program knows version {VERSION}: no run can "
-            "resume",
-        ),
-        (damaged, "not a batch store, or damaged"),
-    ],
-    ids=["missing", "a directory", "a text", "another database", "another version", "damaged"],
-)
-def test_what_is_not_a_store_is_refused(make: object, problem: str, tmp_path: Path) -> None:
+NEWER = f"of version {VERSION + 1}, and this program knows version {VERSION}: no run can resume"
+NO_STORE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: None, "No such file"),
+    "a directory": (Path.mkdir, "Is a directory"),
+    "a text": (lambda path: path.write_text("{}\n" * 1000), "not a batch store"),
+    "another database": (other_database, "is not a batch store"),
+    "another version": (other_version, NEWER),
+    "damaged": (damaged, "not a batch store, or damaged"),
+}
+
+
+@pytest.mark.parametrize(("make", "problem"), NO_STORE.values(), ids=NO_STORE)
+def test_what_is_not_a_store_is_refused(
+    make: Callable[[Path], object], problem: str, tmp_path: Path
+) -> None:
     """In one line that names the file and what is wrong with it; the file is left as it is."""
     path = tmp_path / "store"
-    make(path)  # type: ignore[operator]
+    make(path)
     before = path.read_bytes() if path.is_file() else None
     with pytest.raises(StoreError, match=problem) as caught:
         Store.open(path)
@@ -324,8 +296,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from mlxrunner.batch.store import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 from mlxrunner.cache.entry import as_tokens
 
 with Store.open(Path(sys.argv[1])) as store:
@@ -348,35 +319,25 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
     path = tmp_path / "store"
     Store.create(path).close()
     random.seed(0)
-    completed = committed = 0
+    committed = 0
     for attempt in range(20):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE, text=True
-        )
-        assert child.stdout is not None
-        # From the ninth on it is filled, and committed up to twice.
-        begin = (
-            [child.stdout.readline().strip() for _ in range(1 + attempt % 3)]
-            if attempt >= 8
-            else []
-        )
-        time.sleep(random.uniform(0, 0.02) if attempt >= 8 else random.uniform(0.1, 0.5))
-        os.kill(child.pid, signal.SIGKILL)
-        said = [*filter(None, begin), *child.stdout.read().split()]
-        child.stdout.close()
-        child.wait()
+        is_late = attempt >= 8  # it is filled then, and has committed up to twice
+        command = [sys.executable, "-c", CHILD, path]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            said = [child.stdout.readline() for _ in range(1 + attempt % 3) if is_late]
+            time.sleep(random.uniform(0, 0.02) if is_late else random.uniform(0.1, 0.5))
+            child.kill()
+            said = "".join([*said, child.stdout.read()]).split()
         with Store.open(path) as store:
             assert store.is_complete or not said
-            completed = store.is_complete
+            lines = 3000 * store.is_complete
             done = list(store.answers("done"))
-            assert len(done) >= max(
-                [committed, *(int(number) for number in said if number != "ready")]
-            )
+            assert len(done) >= max([committed, *map(int, said[1:])])
             assert all(one.body == b"%d" % one.index * 50 for one in done)
-            assert [one.index for one in done] == sorted(
-                range(3000 * completed), key=lambda index: (index % 7, index)
-            )[: len(done)]
-            assert len(done) + len(indices(store.pending())) == 3000 * completed
+            order = sorted(range(lines), key=lambda index: (index % 7, index))
+            assert indices(done) == order[: len(done)]
+            assert len(done) + len(indices(store.pending())) == lines
             committed = len(done)
     assert committed
 
@@ -395,14 +356,38 @@ def test_a_full_disk_while_it_is_filled(tmp_path: Path) -> None:
         store.finish()
 
 
-def test_a_full_disk_while_results_are_recorded(tmp_path: Path) -> None:
-    """Committed results stay, the others are to be done again."""
+@contextmanager
+def small_disk(store: Store) -> Iterator[None]:
+    (pages,) = store._one("PRAGMA page_count")
+    store._db.execute(f"PRAGMA max_page_count={pages + 20}")
+    yield
+
+
+@contextmanager
+def small_files(store: Store) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("limited", "problem"),
+    [
+        (small_disk, r"the disk is full .*: free space"),
+        (small_files, "what was committed is kept"),
+    ],
+)
+def test_a_store_that_can_not_grow_keeps_what_was_committed(
+    limited: Callable[[Store], AbstractContextManager[None]], problem: str, tmp_path: Path
+) -> None:
+    """The other results are to be done again."""
     path = tmp_path / "store"
     with filled([[index] for index in range(50)], path) as store:
-        (pages,) = store._one("PRAGMA page_count")
-        store._db.execute(f"PRAGMA max_page_count={pages + 20}")
         committed = 0
-        with pytest.raises(StoreError, match=r"the disk is full .*: free space"):
+        with limited(store), pytest.raises(StoreError, match=problem):
             for index in range(50):
                 store.record(index, bytes(10_000))
                 if index % 2:
@@ -410,33 +395,8 @@ def test_a_full_disk_while_results_are_recorded(tmp_path: Path) -> None:
                     committed = index + 1
         assert store.counts.done == committed
     with Store.open(path) as store:
-        assert [one.index for one in store.answers("done")] == list(range(committed))
+        assert indices(store.answers("done")) == list(range(committed))
         assert indices(store.pending()) == list(range(committed, 50))
-        assert 0 < committed < 50
-
-
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
-    """A limit on the size of files is refused in one line and loses nothing."""
-    path = tmp_path / "store"
-    filled([[index] for index in range(50)], path).close()
-    program = f"""
-import resource
-from pathlib import Path
-from mlxrunner.batch.store import Store, StoreError
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-with Store.open(Path({str(path)!r})) as store:
-    try:
-        for index in range(50):
-            store.record(index, bytes(10_000))
-            store.commit()
-    except StoreError as error:
-        print(index, error)
-"""
-    said = output_of(program)
-    committed = int(said.split()[0])
-    assert "what was committed is kept" in said
-    with Store.open(path) as store:
-        assert store.counts.done == committed
         assert 0 < committed < 50
 
 
@@ -446,8 +406,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     program = f"""
 import resource, sys
 from pathlib import Path
-from mlxrunner.batch.store import StoredLine
-from mlxrunner.batch.store import Store
+from mlxrunner.batch.store import Store, StoredLine
 import numpy as np
 
 def megabytes():
@@ -467,5 +426,4 @@ with Store.create(Path({str(tmp_path / "store")!r})) as store:
     assert sum(len(body.body) for body in store.answers()) == 20_000_000
 print(megabytes() - before)
 """
-    said = output_of(program)
-    assert int(said) < 120
+    assert int(output_of(program)) < 120

@@ -37,9 +37,8 @@ def test_rows_become_prompts() -> None:
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_a_header_as_spreadsheets_write_it(mark: bytes) -> None:
     """With a byte order mark, spaces around names, quotes, names with spaces, Windows line ends."""
-    assert [
-        line.prompt for line in read(mark + b'"a", first name \r\n1,2\r\n', "{a} {first name}")
-    ] == ["1 2"]
+    (line,) = read(mark + b'"a", first name \r\n1,2\r\n', "{a} {first name}")
+    assert line.prompt == "1 2"
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,7 @@ def test_a_bad_row_is_one_error(row: bytes, problem: str) -> None:
     """With its number, and the rows around it are read."""
     first, bad, last = read(b"a,b\n1,2\n" + row + b"\n3,4\n", longest=100)
     assert (first, last) == (InputLine(0, 2, "1"), InputLine(2, 4, "3"))
-    assert bad.error is not None
-    assert bad.error.startswith(f"line 3: {problem}")
+    assert str(bad.error).startswith(f"line 3: {problem}")
 
 
 @pytest.mark.parametrize(
@@ -87,8 +85,7 @@ def test_a_row_of_another_length_keeps_its_id(row: str, name: str | None) -> Non
     """Its id can be found in the answers."""
     (bad,) = read(f"id,a,b\n{row}\n")
     assert bad.id == name
-    assert bad.error is not None
-    assert bad.error.startswith("line 2: row 1 has ")
+    assert str(bad.error).startswith("line 2: row 1 has ")
 
 
 def test_a_prompt_is_no_longer_than_a_line_may_be() -> None:
@@ -104,10 +101,7 @@ def test_a_quote_that_is_never_closed() -> None:
     assert (first.prompt, bad.number) == ("1", 3)
     assert bad.error == "line 3: not a CSV row: unexpected end of data"
     lines = read('a,b\n1,2\n"3,4\n' + "5,6\n" * 100, longest=100)
-    assert (
-        lines[1].error
-        == "line 3: not a CSV row: a row is longer than 100 bytes (is a quote missing?)"
-    )
+    assert str(lines[1].error).endswith(" a row is longer than 100 bytes (is a quote missing?)")
     assert lines[-1].prompt == "5"
 
 
@@ -148,9 +142,12 @@ def test_what_concerns_the_whole_file(content: bytes | str, template: str, probl
     assert problem in str(caught.value)
 
 
-@given(
-    st.dictionaries(st.text("ab {}[].!:0", min_size=1), st.text(max_size=5), min_size=1, max_size=3)
+ROW = st.dictionaries(
+    st.text("ab {}[].!:0", min_size=1), st.text(max_size=5), min_size=1, max_size=3
 )
+
+
+@given(ROW)
 def test_what_values_contain_is_not_looked_at(row: dict[str, str]) -> None:
     """Braces in values stay as they are; a column may have any name without braces."""
     columns = [name for name in row if not {"{", "}"} & set(name)]
@@ -160,13 +157,10 @@ def test_what_values_contain_is_not_looked_at(row: dict[str, str]) -> None:
         assert template.fill(row) == "{" + "|".join(row[name] for name in columns) + "}"
 
 
-@given(
-    st.lists(
-        st.lists(
-            st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=2, max_size=2
-        )
-    )
-)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+
+
+@given(st.lists(st.lists(TEXTS, min_size=2, max_size=2)))
 def test_what_csv_writes_is_read_back(rows: list[list[str]]) -> None:
     """Texts may have quotes, commas and line ends of any kind."""
     stream = io.StringIO(newline="")

@@ -17,7 +17,7 @@ from support.models import tiny_config, tiny_model
 from mlxrunner import BatchRequest, BatchResult, cli
 from mlxrunner.batch.inputs import LONGEST, lines_of_records, read_records
 from mlxrunner.batch.options import BatchOptions
-from mlxrunner.batch.store import BriefLine, InputLine, Store, StoredLine
+from mlxrunner.batch.store import BriefLine, InputLine, Store, StoredAnswer, StoredLine
 from mlxrunner.batch.tables import Columns, Template
 from mlxrunner.cache.entry import as_tokens
 from mlxrunner.models.facts import facts_of
@@ -64,7 +64,7 @@ def filled(prompts: Iterable[Sequence[int] | StoredLine], path: Path | None = No
     return store
 
 
-def indices(found: Iterable[StoredLine | BriefLine]) -> list[int]:
+def indices(found: Iterable[StoredLine | BriefLine | StoredAnswer]) -> list[int]:
     return [one.index for one in found]
 
 
@@ -99,6 +99,8 @@ def lines(count: int, *, seed: int = 0, broken: tuple[int, ...] = ()) -> str:
     return "\n".join(written) + "\n"
 
 
+OUT, STORE, WHOLE = Path("out.jsonl"), Path("out.jsonl.run"), Path("whole.jsonl")
+"""The answers and the store of a run that may be stopped, and the answers of `unbroken`."""
 _DONE: dict[tuple[object, ...], tuple[Result, dict[str, bytes]]] = {}
 
 
@@ -118,9 +120,9 @@ def once(*arguments: object) -> Result:
 
 def unbroken(*arguments: object) -> bytes:
     """Answer in.jsonl whole, into whole.jsonl. Return the answers."""
-    result = once("in.jsonl", "-o", "whole.jsonl", "--no-usage", "--parallel", 1, *arguments)
+    result = once("in.jsonl", "-o", WHOLE, "--no-usage", "--parallel", 1, *arguments)
     assert result.exit_code in (0, 3), result.stderr
-    return Path("whole.jsonl").read_bytes()
+    return WHOLE.read_bytes()
 
 
 TYPED = ("in.jsonl", "-o", "out.jsonl", "--no-usage", "--parallel", 1)
@@ -132,8 +134,8 @@ def stop_in_the_middle(*arguments: object) -> None:
     assert result.exit_code == 1, result.stderr
     assert "stopped: 6 of 12 lines are done (--max-errors 1)" in result.stderr
     assert "to continue: " in result.stderr
-    assert Path("out.jsonl.run").stat().st_mode & 0o777 == 0o600
-    assert len(Path("out.jsonl").read_bytes().splitlines()) == 6
+    assert STORE.stat().st_mode & 0o777 == 0o600
+    assert len(OUT.read_bytes().splitlines()) == 6
 
 
 def resume(*arguments: object) -> Result:
