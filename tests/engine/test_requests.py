@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.chat_templates import PUBLISHED
 from support.engine import Engine
 from support.families import KINDS
-from support.published_templates import PUBLISHED
 
 from mlxrunner import OptionError, PromptError, Runner
 from mlxrunner.chat.conversation import Conversation

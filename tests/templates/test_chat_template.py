@@ -9,19 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chat_templates import PUBLISHED, chat_template
 from support.families import KINDS
-from support.published_templates import (
-    DEEPSEEK,
-    KIMI,
-    LLAMA31,
-    MISTRAL3,
-    PARTS_ONLY,
-    PHI3_FIRST,
-    PUBLISHED,
-    SMOLLM3,
-)
 from support.sample import examples
-from support.strict_templates import GPT_OSS
 
 from mlxrunner import OptionError, PromptError
 from mlxrunner.templates.chat_template import ChatTemplate
@@ -143,7 +133,7 @@ def test_a_system_prompt_that_the_user_says_too_is_written_twice(family: str, mo
     assert found.count(text) == 2
 
 
-@pytest.mark.parametrize("source", [PARTS_ONLY, PUBLISHED["parts of users"]])
+@pytest.mark.parametrize("source", [PUBLISHED["parts only"], PUBLISHED["parts of users"]])
 def test_contents_are_given_as_the_template_takes_them(source: str) -> None:
     """The parts are those of each role that needs them."""
     text = template(source).text([said("system", "Be brief."), said("user", "What is my name?")])
@@ -152,7 +142,9 @@ def test_contents_are_given_as_the_template_takes_them(source: str) -> None:
     assert "type" not in text
 
 
-@pytest.mark.parametrize(("source", "form"), [(DEEPSEEK, '{"at": "é"}'), (KIMI, '{"at": "é"}')])
+@pytest.mark.parametrize(
+    ("source", "form"), [(PUBLISHED["deepseek"], '{"at": "é"}'), (PUBLISHED["kimi"], '{"at": "é"}')]
+)
 @pytest.mark.parametrize("has_result", [True, False])
 def test_arguments_are_given_as_the_template_takes_them(
     source: str, form: str, has_result: bool
@@ -171,14 +163,19 @@ def test_a_list_of_parts_or_a_python_dictionary_is_never_written_out() -> None:
 
 
 LOST: list[tuple[str, list[Any], dict[str, Any], str]] = [
-    (PHI3_FIRST, [said("user", LONG), call(at="x"), result("rain")], {}, "tool_calls: "),
-    (PHI3_FIRST, [said("user", LONG), call(at="x")], {}, "tool_calls: "),
-    (PHI3_FIRST, [said("user", LONG), said("assistant", "hm"), result("rain")], {}, "message 2: "),
-    (PHI3_FIRST, [said("user", LONG)], {"tools": [TOOL]}, "tools: "),
-    (PHI3_FIRST, [said("system", LONG)], {}, "message 0: "),
-    (SMOLLM3, [said("user", "a"), said("system", "b"), said("user", "c")], {}, "message 1: "),
+    ("phi3-first", [said("user", LONG), call(at="x"), result("rain")], {}, "tool_calls: "),
+    ("phi3-first", [said("user", LONG), call(at="x")], {}, "tool_calls: "),
     (
-        MISTRAL3,
+        "phi3-first",
+        [said("user", LONG), said("assistant", "hm"), result("rain")],
+        {},
+        "message 2: ",
+    ),
+    ("phi3-first", [said("user", LONG)], {"tools": [TOOL]}, "tools: "),
+    ("phi3-first", [said("system", LONG)], {}, "message 0: "),
+    ("smollm3", [said("user", "a"), said("system", "b"), said("user", "c")], {}, "message 1: "),
+    (
+        "mistral-v3",
         [
             said("user", "a"),
             call("Let me look.", at="x"),
@@ -203,7 +200,7 @@ def test_what_is_left_out_is_named(
     """Short texts are no exception, though they may be found elsewhere in the text."""
     for _ in range(2):  # what was proven does not help the next one
         with pytest.raises((PromptError, OptionError)) as error:
-            template(source).text(messages, **variables)
+            template(PUBLISHED.get(source, source)).text(messages, **variables)
         assert str(error.value).startswith(problem)
 
 
@@ -235,7 +232,9 @@ def test_calls_are_written_where_their_content_has_to_be_none() -> None:
     assert '<call>functionlook{"at": "Oslo"}<output>rain<Assistant>It rains.' in text
 
 
-@pytest.mark.parametrize("source", [FIRST_CALL, LLAMA31, GPT_OSS])
+@pytest.mark.parametrize(
+    "source", [FIRST_CALL, PUBLISHED["llama3.1"], chat_template("strict", "gpt-oss")]
+)
 @pytest.mark.parametrize("has_ids", [True, False])
 def test_calls_of_one_message_are_written_each_before_its_result(
     source: str, has_ids: bool
@@ -256,7 +255,7 @@ def test_calls_of_one_message_are_written_each_before_its_result(
 
 def test_the_name_of_an_author_is_written_by_a_template_that_reads_it() -> None:
     """Kimi's has it in place of the role."""
-    text = template(KIMI).text([said("user", LONG, name="Zorblin")])
+    text = template(PUBLISHED["kimi"]).text([said("user", LONG, name="Zorblin")])
     assert f"Zorblin<|middle|>{LONG}" in text
 
 
@@ -303,14 +302,14 @@ def test_a_template_that_is_broken_is_not_said_to_refuse_a_conversation() -> Non
 def test_text_beside_calls_goes_before_them() -> None:
     """Llama 3.1 writes a message with calls without its text."""
     messages = [said("user", LONG), call("Let me look.", at="x"), result("rain")]
-    text = template(LLAMA31).text(messages)
+    text = template(PUBLISHED["llama3.1"]).text(messages)
     assert text.index("Let me look.") < text.index('"parameters": {"at": "x"}')
 
 
 def test_white_space_and_switches_that_a_template_removes_are_no_loss() -> None:
     """The text around them is there."""
     messages = [said("system", "Be brief. /no_think"), said("user", "\nhi")]
-    assert "Be brief.<|im_end|>" in template(SMOLLM3).text(messages)
+    assert "Be brief.<|im_end|>" in template(PUBLISHED["smollm3"]).text(messages)
 
 
 def test_a_growing_conversation_is_rendered_once_for_each_prompt(
