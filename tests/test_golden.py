@@ -6,9 +6,7 @@ commit it.
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +16,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from support.events import afternoon
+from support.golden import GOLDEN, check
 
 from mlxrunner import cli
 from mlxrunner.cli.program import USED
 
-GOLDEN = Path(__file__).parent / "golden"
-IS_UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 WIDTH = {"COLUMNS": "80", "TERMINAL_WIDTH": "80", "MLXRUNNER_MODEL": "demo", "NO_COLOR": "1"}
 VOLATILE = re.compile(r"(_s|_rate|_bytes)$|^(id|time|process|fingerprint)$")
 """Names of what differs between two runs: times, rates, sizes, and who asked when."""
@@ -39,20 +36,6 @@ def run(*arguments: str, stdin: str = "") -> Result:
     )
     assert result.exit_code == 0, result.output
     return result
-
-
-def check(name: str, found: str) -> None:
-    """Compare `found` with the golden file `name`, or write that file."""
-    file = GOLDEN / name
-    if IS_UPDATE:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(found)
-    assert file.is_file(), f"{file} does not exist: UPDATE_GOLDEN=1 writes it"
-    wanted = file.read_text()
-    change = difflib.unified_diff(
-        wanted.splitlines(), found.splitlines(), f"golden/{name}", "found", lineterm=""
-    )
-    assert found == wanted, "UPDATE_GOLDEN=1 accepts this change:\n" + "\n".join(change)
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -308,7 +308,7 @@ class OllamaWriter(EventWriter):
             if thought:
                 message["thinking"] = thought
             if calls:
-                message["tool_calls"] = [_call(number, call) for number, call in enumerate(calls)]
+                message["tool_calls"] = list(map(_call, calls))
             body["message"] = message
         if tokens:
             body["logprobs"] = [_logprob(token) for token in tokens]
@@ -359,9 +359,9 @@ class OllamaWriter(EventWriter):
         return line({"error": refused.message})
 
 
-def _call(number: int, call: ToolCallEvent) -> dict[str, Any]:
+def _call(call: ToolCallEvent) -> dict[str, Any]:
     given = json.loads(call.arguments or "{}")
-    return {"id": call.id, "function": {"index": number, "name": call.name, "arguments": given}}
+    return {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": given}}
 
 
 def _logprob(token: TokenLogprob) -> dict[str, Any]:

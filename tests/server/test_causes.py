@@ -6,22 +6,24 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 from support.accounts import FullMemory, usage_of
 from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.cache.account import ConversationName, TokenAccounting
-from mlxrunner.cache.entry import TokenArray, as_tokens, common_prefix
+from mlxrunner.cache.entry import as_tokens, common_prefix
+from mlxrunner.profiling import divergence
 from mlxrunner.profiling.divergence import REMEDIES, Cause, difference
 from mlxrunner.profiling.schema import NOTHING
 from mlxrunner.results import Usage
+from mlxrunner.server import manager
 from mlxrunner.server.events import Client, ServerRequest
 from mlxrunner.server.manager import ModelsAsked, prompt_record
+from mlxrunner.server.prompts import builder
 from mlxrunner.server.prompts.builder import PromptBuilder
-from mlxrunner.tokenizer import Tokenizer
 from mlxrunner.tokenizer.prompt import Caller
 
 FAMILIES = "llama3 qwen3 gemma3 chatml mistral gpt-oss deepseek glm".split()
@@ -43,15 +45,28 @@ STYLE = "{{ style | default('') }}"
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+def builders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]:
     folder = tmp_path_factory.mktemp("families")
-    return {name: load_strict(folder / name, name, PIECES, begin=STYLE) for name in FAMILIES}
+    return {
+        name: PromptBuilder(
+            load_strict(folder / name, name, PIECES, begin=STYLE), TEMPLATES[name][0]
+        )
+        for name in FAMILIES
+    }
+
+
+@pytest.fixture(params=["qwen3"])
+def runner(request: pytest.FixtureRequest, builders: dict[str, PromptBuilder]) -> Ideal:
+    """A server of one family."""
+    return Ideal(builders[request.param])
 
 
 @pytest.fixture
-def runner(tokenizers: dict[str, Tokenizer]) -> Ideal:
-    """A server of one family."""
-    return Ideal(PromptBuilder(tokenizers["qwen3"], TEMPLATES["qwen3"][0]))
+def order() -> random.Random:
+    return random.Random(0)
+
+
+of_each_family = pytest.mark.parametrize("runner", FAMILIES, indirect=True)
 
 
 class Ideal:
@@ -170,9 +185,9 @@ def tool(name: str) -> dict[str, Any]:
 def talk(order: random.Random) -> Talk:
     """Return a conversation."""
     system = (
-        f"You are an agent. {words(order, 30)}\nWorking directory: /home/ana/work/{order.random()}"
+        f"{AGENT} {words(order, 30)}\nWorking directory: /home/ana/work/{order.random()}"
         f"\nToday is {day(order)}. {words(order, 5)} Budget: {order.randint(10**4, 10**6)} left."
-        f"\nSession 8f14e45f-ceea-467f-9a3b-{order.getrandbits(48):012x}. {words(order, 40)}"
+        f"\nSession {uuid(order)}. {words(order, 40)}"
     )
     messages = [
         {"role": "system", "content": system},
@@ -183,52 +198,39 @@ def talk(order: random.Random) -> Talk:
     return Talk(messages, [tool(name) for name in ("bash", "edit", "grep", "read")])
 
 
-def day(order: random.Random) -> str:
-    """Return a date, in one of many forms."""
-    number, hour = order.randint(1, 28), order.randint(10, 23)
-    return order.choice(
-        [
-            f"2026-11-{number:02}",
-            f"Nov {number}, 2026 {hour}:14",
-            f"2026-11-{number:02}T{hour}:14:05Z",
-        ]
-    )
-
-
 Injected = tuple[Talk, int | None]
+"""The request that is changed, and the message at fault."""
 Inject = Callable[[Talk, random.Random], Injected]
 
 
-def in_system(begins: str, new: Callable[[random.Random], str]) -> Inject:
-    """Replace the part of the system prompt from `begins` up to the next full stop and space."""
+def day(order: random.Random) -> str:
+    """Return a date, in one of many forms."""
+    number, hour = order.randint(1, 28), order.randint(10, 23)
+    iso = f"2026-11-{number:02}"
+    return order.choice([iso, f"Nov {number}, 2026 {hour}:14", f"{iso}T{hour}:14:05Z"])
+
+
+def temporary(order: random.Random) -> str:
+    return f"/tmp/claude-{order.randint(1000, 9999)}/{order.random()}"
+
+
+def uuid(order: random.Random) -> str:
+    return f"8f14e45f-ceea-467f-9a3b-{order.getrandbits(48):012x}"
+
+
+def in_system(begins: str, ends: str, new: Callable[[random.Random], str]) -> Inject:
+    """Replace the part of the system prompt between two texts."""
 
     def inject(old: Talk, order: random.Random) -> Injected:
         before, _, rest = old.system.partition(begins)
         value = new(order)
-        end = rest.index(". ") if ". " in rest else rest.index("\n")
-        return old.changed(0, before + begins + value + rest[end:]), 0
+        return old.changed(0, before + begins + value + rest[rest.index(ends) :]), 0
 
     return inject
 
 
-def path(old: Talk, order: random.Random) -> Injected:
-    """Another working directory."""
-    lines = old.system.split("\n")
-    lines[1] = f"Working directory: /tmp/claude-{order.randint(1000, 9999)}/{order.random()}"
-    return old.changed(0, "\n".join(lines)), 0
-
-
-def budget(old: Talk, order: random.Random) -> Injected:
-    """Another number of tokens that are left."""
-    before, _, rest = old.system.partition("Budget: ")
-    return old.changed(
-        0, f"{before}Budget: {order.randint(10, 9999)} left{rest.partition(' left')[2]}"
-    ), 0
-
-
-def key_order(old: Talk, order: random.Random) -> Injected:
-    tools = [dict(reversed(one.items())) for one in old.tools]
-    return replace(old, tools=tools), None
+def with_tools(change: Callable[[list[Any], random.Random], list[Any]]) -> Inject:
+    return lambda old, order: (replace(old, tools=change(old.tools, order)), None)
 
 
 def moved(old: Talk, order: random.Random) -> Injected:
@@ -248,22 +250,10 @@ def beginning(old: Talk, order: random.Random) -> Injected:
     return replace(old, messages=new), len(new) - 1
 
 
-def tool_order(old: Talk, order: random.Random) -> Injected:
-    return replace(old, tools=[*old.tools[1:], old.tools[0]]), None
-
-
-def mode_switch(old: Talk, order: random.Random) -> Injected:
-    return replace(old, tools=old.tools[: order.randint(1, 3)]), None
-
-
-def edited(old: Talk, order: random.Random) -> Injected:
-    number = order.randrange(1, len(old.messages) - 1)
-    return old.changed(number, words(order, 11)), number
-
-
-def asked_anew(old: Talk, order: random.Random) -> Injected:
-    """Another last question: what stood before it is reused."""
-    number = len(old.messages) - 1
+def edited(old: Talk, order: random.Random, *, is_last: bool = False) -> Injected:
+    """Another text of a message. Before the last question all is reused."""
+    last = len(old.messages) - 1
+    number = last if is_last else order.randrange(1, last)
     return old.changed(number, words(order, 11)), number
 
 
@@ -276,14 +266,6 @@ def inserted(old: Talk, order: random.Random) -> Injected:
     number = order.randrange(1, len(old.messages) - 1)
     new = {"role": "user", "content": words(order, 6)}
     return replace(old, messages=[*old.messages[:number], new, *old.messages[number:]]), number
-
-
-def system(old: Talk, order: random.Random) -> Injected:
-    return old.changed(0, old.system.replace("You are an agent.", words(order, 9) + ".")), 0
-
-
-def reminder(old: Talk, order: random.Random) -> Injected:
-    return old.changed(0, f"{old.system}\n\n{words(order, 8)}"), 0
 
 
 def title(old: Talk, order: random.Random) -> Injected:
@@ -307,14 +289,6 @@ def summarize(old: Talk, order: random.Random) -> Injected:
     return replace(old, messages=messages, tools=[]), len(messages) - 1
 
 
-def model(old: Talk, order: random.Random) -> Injected:
-    return replace(old.grown(order), model="other"), None
-
-
-def variables(old: Talk, order: random.Random) -> Injected:
-    return replace(old, variables={"style": "brief"}), None
-
-
 def new_one(old: Talk, order: random.Random) -> Injected:
     """A new conversation with the same system prompt and tools."""
     messages = [old.messages[0], {"role": "user", "content": words(order, 14)}]
@@ -332,58 +306,76 @@ def billing(old: Talk, order: random.Random) -> Injected:
     return new, 0
 
 
+AGENT = "You are an agent."
 INJECTED: dict[str, tuple[str, Inject]] = {
-    "date": ("changing-date", in_system("Today is ", day)),
-    "path": ("changing-id", path),
-    "uuid": (
+    "date": ("changing-date", in_system("Today is ", ". ", day)),
+    "path": (
         "changing-id",
-        in_system(
-            "Session ", lambda order: f"8f14e45f-ceea-467f-9a3b-{order.getrandbits(48):012x}"
-        ),
+        in_system("directory: ", "\n", temporary),
     ),
-    "budget": ("changing-number", budget),
-    "key order": ("key-order", key_order),
+    "uuid": ("changing-id", in_system("Session ", ". ", uuid)),
+    "budget": (
+        "changing-number",
+        in_system("Budget: ", " left", lambda order: str(order.randint(10, 9999))),
+    ),
+    "key order": (
+        "key-order",
+        with_tools(lambda tools, _: [dict(reversed(one.items())) for one in tools]),
+    ),
     "moved": ("message-moved", moved),
     "beginning": ("changing-beginning", beginning),
-    "tool order": ("tool-order", tool_order),
-    "mode switch": ("tools-changed", mode_switch),
+    "tool order": ("tool-order", with_tools(lambda tools, _: [*tools[1:], tools[0]])),
+    "mode switch": (
+        "tools-changed",
+        with_tools(lambda tools, order: tools[: order.randint(1, 3)]),
+    ),
     "edited": ("message-edited", edited),
-    "asked anew": ("asked-anew", asked_anew),
+    "asked anew": ("asked-anew", partial(edited, is_last=True)),
     "dropped": ("message-dropped", dropped),
     "inserted": ("message-inserted", inserted),
-    "system": ("system-changed", system),
-    "reminder": ("system-grown", reminder),
+    "system": (
+        "system-changed",
+        lambda old, order: (old.changed(0, old.system.replace(AGENT, f"{words(order, 9)}.")), 0),
+    ),
+    "reminder": (
+        "system-grown",
+        lambda old, order: (old.changed(0, f"{old.system}\n\n{words(order, 8)}"), 0),
+    ),
     "title": ("title-request", title),
     "compaction": ("compaction", compaction),
     "summarize": ("compaction", summarize),
-    "model": ("another-model", model),
-    "variables": ("template-variables", variables),
+    "model": (
+        "another-model",
+        lambda old, order: (replace(old.grown(order), model="other"), None),
+    ),
+    "variables": (
+        "template-variables",
+        lambda old, _: (replace(old, variables={"style": "brief"}), None),
+    ),
     "new": ("first-request", new_one),
     "billing": ("billing-header", billing),
 }
 
 
-OFF = {"billing": "billing-header", "key order": "tool-keys"}
-"""The rules that would mend a cause."""
+OFF = {"billing": ["billing-header"], "key order": ["tool-keys"]}
 ENDS_TALK = "title-request compaction first-request asked-anew changing-beginning".split()
 
 
-def conversation(order: random.Random) -> Talk:
-    return replace(talk(order), session="s9")
+def plain(one: Talk) -> Talk:
+    """Return a conversation without thinking."""
+    return replace(one, messages=[{k: m[k] for k in ("role", "content")} for m in one.messages])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_injected_cause_has_its_name_its_message_and_its_counts(
-    family: str, tokenizers: dict[str, Tokenizer]
-) -> None:
+@of_each_family
+def test_an_injected_cause_has_its_name_its_message_and_its_counts(runner: Ideal) -> None:
     """Name and message in 98 of 100 conversations; the counts always."""
+    tokenizer, template = runner.builder.tokenizer, runner.builder._template
     wrong, count = [], 0
     for name, (expected, inject) in INJECTED.items():
-        off = [OFF[name]] if name in OFF else []
-        builder = PromptBuilder(tokenizers[family], TEMPLATES[family][0], off=off)
+        builder = PromptBuilder(tokenizer, template, off=OFF.get(name, []))
         for seed in range(CASES):
             order, runner = random.Random(f"{name}{seed}"), Ideal(builder)
-            others, first = [talk(order) for _ in range(3)], conversation(order)
+            others, first = [talk(order) for _ in range(3)], replace(talk(order), session="s9")
             new, number = inject(first, order)
             if order.random() < 0.5 and expected not in ENDS_TALK:
                 new = new.grown(order)
@@ -396,44 +388,28 @@ def test_an_injected_cause_has_its_name_its_message_and_its_counts(
     assert len(wrong) <= (1 - WANTED) * count, wrong[:6]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_thinking_that_a_client_does_not_send_back(
-    family: str, tokenizers: dict[str, Tokenizer]
-) -> None:
+@of_each_family
+@pytest.mark.parametrize("seed", range(CASES))
+def test_thinking_that_a_client_does_not_send_back(runner: Ideal, seed: int) -> None:
     """The answer behind it is displaced."""
-    builder = PromptBuilder(tokenizers[family], TEMPLATES[family][0])
-    for seed in range(CASES):
-        order, runner = random.Random(seed), Ideal(builder)
-        first = plain(conversation(order))
-        after = plain(first.grown(order))
-        prompt, whole = (builder.make(one.asked()).prompt.tokens for one in (first, after))
-        begin = common_prefix(prompt, whole)
-        answer = [*thought(order), *whole[begin : begin + 40].tolist()]
-        runner.send(first, answer=answer, has_thought=True)
-        usage, cause = runner.send(after)
-        assert 40 - 16 <= usage.displaced_tokens <= 40 + 16
-        assert (cause.name, cause.message) == ("thinking-stripped", len(first.messages))
+    order = random.Random(seed)
+    first = plain(talk(order))
+    after = plain(first.grown(order))
+    prompt, whole = (runner.builder.make(one.asked()).prompt.tokens for one in (first, after))
+    begin = common_prefix(prompt, whole)
+    thought = [order.randrange(100_000, 200_000) for _ in range(30)]  # which no prompt has
+    runner.send(first, answer=[*thought, *whole[begin : begin + 40].tolist()], has_thought=True)
+    usage, cause = runner.send(after)
+    assert 40 - 16 <= usage.displaced_tokens <= 40 + 16
+    assert (cause.name, cause.message) == ("thinking-stripped", len(first.messages))
 
 
-def thought(order: random.Random) -> TokenArray:
-    """Return tokens that no prompt has."""
-    return np.asarray([order.randrange(100_000, 200_000) for _ in range(30)], np.int32)
-
-
-def plain(one: Talk) -> Talk:
-    """Return a conversation without thinking."""
-    return replace(one, messages=[{k: m[k] for k in ("role", "content")} for m in one.messages])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@of_each_family
 @pytest.mark.parametrize("reason", ["evicted", "restarted", "interrupted"])
-def test_what_the_program_lost_is_missed(
-    family: str, reason: str, tokenizers: dict[str, Tokenizer]
-) -> None:
+def test_what_the_program_lost_is_missed(runner: Ideal, reason: str) -> None:
     """A conversation that only went on: the client is not to blame."""
-    runner = Ideal(PromptBuilder(tokenizers[family], TEMPLATES[family][0]))
     order = random.Random(reason)
-    one = plain(conversation(order))
+    one = plain(talk(order))
     runner.send(one)
     usage, cause = runner.send(plain(one.grown(order)), reason)
     assert usage.missed_tokens > 0.8 * usage.prompt_tokens
@@ -443,13 +419,9 @@ def test_what_the_program_lost_is_missed(
 SYSTEMS = ("You answer questions about birds.", "Translate into Greek:", "Be brief, and rhyme.")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_unrelated_conversations_have_no_cause_to_mend(
-    family: str, tokenizers: dict[str, Tokenizer]
-) -> None:
+@of_each_family
+def test_unrelated_conversations_have_no_cause_to_mend(runner: Ideal, order: random.Random) -> None:
     """One client asks, with the same system prompt or another one."""
-    runner = Ideal(PromptBuilder(tokenizers[family], TEMPLATES[family][0]))
-    order = random.Random(family)
     for number in range(12):
         question = " ".join(order.choice(WORDS) + str(order.random()) for _ in range(12))
         messages = [
@@ -461,53 +433,52 @@ def test_unrelated_conversations_have_no_cause_to_mend(
         assert cause is None or cause.remedy.startswith(NOTHING)
 
 
-def test_the_first_request_and_growth_have_causes_of_their_own(runner: Ideal) -> None:
-    """A conversation that only goes on loses nothing by its client."""
-    order = random.Random(0)
+def test_the_first_request_and_growth_have_causes_of_their_own(
+    runner: Ideal, order: random.Random
+) -> None:
+    """A conversation that only goes on, or is sent again, loses nothing by its client."""
     one = plain(talk(order))
     after = plain(one.grown(order))
     assert runner.send(one)[1] == Cause("first-request", REMEDIES["first-request"])
-    assert runner.causes(after) == [None]
+    assert runner.causes(one, after) == [None, None]
     evicted = runner.send(plain(after.grown(order)), "evicted")[1]
     assert "--memory" in evicted.remedy
 
 
 @pytest.mark.parametrize("turns", [0, 1])
 def test_tasks_that_differ_in_a_number_are_no_fault_of_the_client(
-    runner: Ideal, turns: int
+    runner: Ideal, order: random.Random, turns: int
 ) -> None:
     """Subagents that begin side by side; an answer that is asked for again with another number."""
-    order = random.Random(0)
     before = [{"role": "system", "content": words(order, 40)}]
     before += [one for _ in range(turns) for one in [*turn(order)][::-1]]
     tasks = [Talk([*before, {"role": "user", "content": f"Do job {job}."}], []) for job in (1, 2)]
     assert runner.causes(*tasks)[-1] == ("asked-anew" if turns else "first-request")
 
 
-def test_one_shots_that_ask_for_a_summary_are_new_ones(runner: Ideal) -> None:
+def one_shots(*texts: str) -> list[Talk]:
+    return [Talk([{"role": "user", "content": text}], []) for text in texts]
+
+
+def test_one_shots_that_ask_for_a_summary_are_new_ones(runner: Ideal, order: random.Random) -> None:
     """There is no conversation that they could replace."""
-    order = random.Random(0)
-    tasks = [
-        Talk([{"role": "user", "content": f"Summarize: {words(order, 30)}"}], []) for _ in range(2)
-    ]
-    assert runner.causes(*tasks)[-1] == "first-request"
+    asks = one_shots(*(f"Summarize: {words(order, 30)}" for _ in range(2)))
+    assert runner.causes(*asks)[-1] == "first-request"
 
 
-def test_a_date_before_a_long_last_message_is_named(runner: Ideal) -> None:
+def test_a_date_before_a_long_last_message_is_named(runner: Ideal, order: random.Random) -> None:
     """The text behind it could be reused if the date stood at the end."""
-    order = random.Random(0)
     document = words(order, 60)
-    asks = [
-        Talk([{"role": "user", "content": f"Now: 10:15:0{second}. {document}"}], [])
-        for second in (1, 7)
-    ]
+    asks = one_shots(*(f"Now: 10:15:0{second}. {document}" for second in (1, 7)))
     *_, (_, cause) = map(runner.send, asks)
     assert (cause.name, cause.message) == ("changing-date", 0)
 
 
-def test_a_conversation_of_an_earlier_process_is_not_new(runner: Ideal) -> None:
+def test_a_conversation_of_an_earlier_process_is_not_new(
+    runner: Ideal, order: random.Random
+) -> None:
     """The restart is the cause, and not a first request."""
-    one = talk(random.Random(0))
+    one = talk(order)
     runner.send(one)
     runner.accounts["m"]._history.clear()
     cause = runner.send(one, "restarted")[1]
@@ -515,32 +486,25 @@ def test_a_conversation_of_an_earlier_process_is_not_new(runner: Ideal) -> None:
     assert "--disk-cache" in cause.remedy
 
 
-def test_a_request_that_is_sent_again_has_no_cause(runner: Ideal) -> None:
-    """All of it is reused."""
-    one = talk(random.Random(0))
-    assert runner.causes(one, one)[-1] is None
-
-
-def test_models_are_told_apart_by_conversations(runner: Ideal) -> None:
+def test_models_are_told_apart_by_conversations(runner: Ideal, order: random.Random) -> None:
     """Models that are asked the same are compared; a conversation that changes its model is not."""
-    order = random.Random(0)
     one = talk(order)
     same, after = replace(one, model="other"), replace(one.grown(order), model="third")
-    causes = runner.causes(one, same, after)
-    assert causes == ["first-request", "first-request", "another-model"]
+    assert runner.causes(one, same, after) == ["first-request", "first-request", "another-model"]
 
 
-def test_a_title_is_never_the_earlier_request_of_a_conversation(runner: Ideal) -> None:
+def test_a_title_is_never_the_earlier_request_of_a_conversation(
+    runner: Ideal, order: random.Random
+) -> None:
     """Agents ask for it first, with the same question and in the same session."""
-    order = random.Random(0)
-    one = replace(talk(order), messages=talk(order).messages[:2])
+    one = talk(order)
+    one.messages[2:] = []
     asked, _ = title(one, order)
     assert runner.causes(asked, one) == ["title-request", "first-request"]
 
 
-def test_a_billing_header_that_is_left_out_is_no_cause(runner: Ideal) -> None:
+def test_a_billing_header_that_is_left_out_is_no_cause(runner: Ideal, order: random.Random) -> None:
     """Another change behind it is."""
-    order = random.Random(0)
     first, second, third = (with_header(talk(random.Random(0)), n) for n in (201, 202, 203))
     assert first.system != second.system
     causes = runner.causes(first, second, edited(third, order)[0])
@@ -572,27 +536,23 @@ def test_the_kind_of_a_difference(old: str, new: str, kind: str) -> None:
 
 
 def test_texts_are_compared_only_at_the_first_difference(
-    runner: Ideal, monkeypatch: pytest.MonkeyPatch
+    runner: Ideal, order: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message that has come before costs no digest, however many requests are remembered."""
-    from mlxrunner.profiling import divergence
-    from mlxrunner.server import manager
-    from mlxrunner.server.prompts import builder
-
-    order = random.Random(0)
     one = talk(order)
     for _ in range(20):
         one = one.grown(order)
         runner.send(one)
     counted: list[str] = []
+
+    def count(whole: Any, name: str, *given: Any) -> Any:
+        counted.append(name)
+        return whole(*given)
+
     compared = ((divergence, "difference"), (divergence, "is_like"))
     for module, name in ((manager, "message_digest"), *compared):
-        whole = getattr(module, name)
-        monkeypatch.setattr(
-            module,
-            name,
-            lambda *args, whole=whole, name=name: (counted.append(name), whole(*args))[1],
-        )
+        counting = partial(count, getattr(module, name), name)
+        monkeypatch.setattr(module, name, counting)
     monkeypatch.setattr(builder, "message_digest", manager.message_digest)
     new = one.changed(len(one.messages) // 2, words(order, 10))
     assert runner.causes(new) != [None]

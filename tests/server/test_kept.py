@@ -18,7 +18,6 @@ from mlxrunner.server.prompts.answer_tokens import (
     AnswerTokenCache,
     PromptEncoder,
     TokenSpan,
-    common_end,
 )
 from mlxrunner.server.prompts.builder import BuiltPrompt, PromptBuilder
 from mlxrunner.server.tools.reader import ParsedAnswer
@@ -41,7 +40,6 @@ MERGED = ["look", "name", '{"', '": ', "arguments", "hello", " the", "ello th", 
 
 @pytest.fixture(scope="module")
 def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]:
-    """A maker for each family."""
     root = tmp_path_factory.mktemp("kept")
     return {
         name: PromptBuilder(load_strict(root / name, name, words=MERGED), TEMPLATES[name][0])
@@ -52,13 +50,14 @@ def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]
 @pytest.fixture(params=FAMILIES)
 def maker(request: pytest.FixtureRequest, makers: dict[str, PromptBuilder]) -> PromptBuilder:
     """Each family's maker in turn, without answers."""
-    return emptied(makers[request.param])
-
-
-def emptied(maker: PromptBuilder) -> PromptBuilder:
-    """Return a maker without answers."""
+    maker = makers[request.param]
     maker.kept = AnswerTokenCache()
     return maker
+
+
+def of(family: str) -> pytest.MarkDecorator:
+    """Give a test the maker of one family."""
+    return pytest.mark.parametrize("maker", [family], indirect=True)
 
 
 def call_text(form: str, at: int, order: random.Random) -> str:
@@ -77,10 +76,9 @@ def call_text(form: str, at: int, order: random.Random) -> str:
             header = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
             return header + loose
         case "glm47":
-            values = {"at": str(at), "for": arguments["for"]}
             pairs = (
                 f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
-                for key, value in values.items()
+                for key, value in arguments.items()
             )
             return f"<tool_call>look\n{''.join(pairs)}</tool_call>"
     inside = f"<｜tool▁call▁begin｜>look<｜tool▁sep｜>{loose}<｜tool▁call▁end｜>"
@@ -127,17 +125,7 @@ class Client:
             message["reasoning_content"] = thought
         calls = [event for event in events if isinstance(event, ToolCallEvent)]
         if calls:
-            message["tool_calls"] = [
-                {
-                    "id": one.id,
-                    "type": "function",
-                    "function": {
-                        "name": one.name,
-                        "arguments": json.dumps(json.loads(one.arguments), separators=(",", ":")),
-                    },
-                }
-                for one in calls
-            ]
+            message["tool_calls"] = list(map(_sent_back, calls))
         self.messages.append(message)
         self.messages += [
             {"role": "tool", "tool_call_id": one.id, "content": f"result of {one.id}"}
@@ -158,6 +146,21 @@ class Client:
                     break
             marked += [piece[:cut], piece[cut:]]
         return [token for piece in marked for token in encode(piece)]
+
+
+def _sent_back(call: ToolCallEvent) -> dict[str, Any]:
+    arguments = json.dumps(json.loads(call.arguments), separators=(",", ":"))
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+GO_ON = {"role": "user", "content": "go on"}
+
+
+def begins_with(made: BuiltPrompt, before: BuiltPrompt, answer: list[int]) -> bool:
+    """Return True if a prompt begins with an earlier one and its answer."""
+    both = [*before.prompt.tokens.tolist(), *answer]
+    return bool(made.prompt.tokens[: len(both)].tolist() == both)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -181,13 +184,9 @@ def test_answers_come_back_as_their_tokens(
             text = f"<|channel|>final<|message|>{text}"
         written = client.answer(made, text)
         is_call = "tool_calls" in client.messages[-2]
-        after = client.ask(*([] if is_call else [{"role": "user", "content": "go on"}]))
+        after = client.ask(*([] if is_call else [GO_ON]))
         assert maker.tokenizer.decode(after.prompt.tokens.tolist()) == after.prompt.text
-        before = as_tokens([*made.prompt.tokens.tolist(), *written]).tolist()
-        assert after.prompt.tokens[: len(before)].tolist() == before, (
-            after.prompt.text,
-            after.rendered,
-        )
+        assert begins_with(after, made, written), (after.prompt.text, after.rendered)
         assert after.kept == turn + 1
         made = after
 
@@ -199,15 +198,13 @@ def opened(maker: PromptBuilder, answer: str, **more: Any) -> tuple[Client, Buil
     return client, made, client.answer(made, answer)
 
 
+@of("gpt-oss")
 @pytest.mark.parametrize("arguments", ['{"at": 7', "[1]"])
-def test_a_malformed_call_of_gpt_oss_comes_back(
-    makers: dict[str, PromptBuilder], arguments: str
-) -> None:
+def test_a_malformed_call_of_gpt_oss_comes_back(maker: PromptBuilder, arguments: str) -> None:
     """The template takes the text that the client was sent, and the model sees what it wrote."""
-    maker = emptied(makers["gpt-oss"])
     header = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
     client, _, _ = opened(maker, header + arguments)
-    after = client.ask({"role": "user", "content": "go on"})
+    after = client.ask(GO_ON)
     assert after.kept == 1
     assert header + arguments in after.prompt.text
 
@@ -216,111 +213,90 @@ CALL = '<tool_call>\n{"name":"look", "arguments":{"at":7, "for":"the file"}}\n</
 THOUGHT = "<think>\nhello the file\n</think>\n\n"
 
 
-def function_of(message: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = message["tool_calls"][0]["function"]
-    return found
-
-
-CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "text": lambda said: said.update(content=said["content"] + " and more"),
-    "beginning": lambda said: said.update(content="Now " + said["content"]),
-    "argument": lambda said: function_of(said).update(arguments='{"at": 8, "for": "the file"}'),
-    "name": lambda said: function_of(said).update(name="looks"),
-    "another call": lambda said: said.update(tool_calls=said["tool_calls"] * 2),
-    "no call": lambda said: said.pop("tool_calls"),
+CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "text": lambda said, _: said.update(content=said["content"] + " and more"),
+    "beginning": lambda said, _: said.update(content="Now " + said["content"]),
+    "argument": lambda _, call: call.update(arguments='{"at": 8, "for": "the file"}'),
+    "name": lambda _, call: call.update(name="looks"),
+    "another call": lambda said, _: said.update(tool_calls=said["tool_calls"] * 2),
+    "no call": lambda said, _: said.pop("tool_calls"),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_an_answer_that_was_changed_is_the_templates(
-    makers: dict[str, PromptBuilder], change: str
-) -> None:
-    """The model sees what the client sent, not what it wrote itself."""
-    maker = emptied(makers["qwen3"])
+@of("qwen3")
+@pytest.mark.parametrize("change", [*CHANGES, "question"])
+def test_an_answer_that_was_changed_is_the_templates(maker: PromptBuilder, change: str) -> None:
+    """The model sees what the client sent, not what it wrote itself, or in another conversation."""
     client, _, _ = opened(maker, f"hello the file\n{CALL}")
-    CHANGES[change](client.messages[1])
+    question, said = client.messages[:2]
+    if change == "question":
+        question["content"] = "bye"
+    else:
+        CHANGES[change](said, said["tool_calls"][0]["function"])
     del client.messages[2:]
-    made = client.ask({"role": "user", "content": "go on"})
-    assert made.kept == 0
-    assert made.prompt.text == made.rendered
+    made = client.ask(GO_ON)
+    assert (made.kept, made.prompt.text) == (0, made.rendered)
 
 
-def test_an_answer_in_another_conversation_is_the_templates(
-    makers: dict[str, PromptBuilder],
-) -> None:
-    """Its tokens follow other ones there."""
-    maker = emptied(makers["qwen3"])
-    client, _, _ = opened(maker, f"hello the file\n{CALL}")
-    client.messages[0]["content"] = "bye"
-    assert client.ask().kept == 0
-
-
-def test_thinking_that_is_left_out_costs_only_itself(makers: dict[str, PromptBuilder]) -> None:
+@of("qwen3")
+def test_thinking_that_is_left_out_costs_only_itself(maker: PromptBuilder) -> None:
     """The rest of the answer is the tokens that were generated."""
-    maker = emptied(makers["qwen3"])
     client, before, tokens = opened(maker, f"{THOUGHT}hello the file\n{CALL}")
-    after = client.ask({"role": "user", "content": "go on"})
+    after = client.ask(GO_ON)
     assert after.kept == 1
     assert THOUGHT not in after.prompt.text
     assert CALL in after.prompt.text
     assert CALL not in after.rendered
-    start = len(before.prompt.tokens)
     visible = tokens[-len(maker.tokenizer.encode_more(CALL)) :]
-    end = after.prompt.tokens[start : start + len(tokens)].tolist()
-    assert any(end[n : n + len(visible)] == visible for n in range(len(end)))
+    end = after.prompt.tokens[len(before.prompt.tokens) :].tolist()
+    assert any(end[n : n + len(visible)] == visible for n in range(len(tokens)))
 
 
+@of("qwen3")
 @pytest.mark.parametrize("sends_thinking", [False, True])
-def test_thinking_that_comes_back_is_kept(
-    makers: dict[str, PromptBuilder], sends_thinking: bool
-) -> None:
+def test_thinking_that_comes_back_is_kept(maker: PromptBuilder, sends_thinking: bool) -> None:
     """Within the same task Qwen's template keeps it, if the client sends it."""
-    maker = emptied(makers["qwen3"])
     client, before, tokens = opened(maker, f"{THOUGHT}{CALL}", sends_thinking=sends_thinking)
     after = client.ask()
-    both = [*before.prompt.tokens.tolist(), *tokens]
-    assert (after.prompt.tokens[: len(both)].tolist() == both) == sends_thinking
+    assert begins_with(after, before, tokens) == sends_thinking
     assert (THOUGHT in after.prompt.text) == sends_thinking
 
 
-def test_the_newest_of_several_answers_that_fits_is_taken(makers: dict[str, PromptBuilder]) -> None:
+@of("qwen3")
+def test_the_newest_of_several_answers_that_fits_is_taken(maker: PromptBuilder) -> None:
     """A client may go on with any of them."""
-    maker = emptied(makers["qwen3"])
     client, made, first = opened(maker, "hello the file: one")
     (sent,) = client.messages[1:]
     del client.messages[1:]
     client.answer(made, "hello the file: two")
     client.answer(made, "hello the file: two")
     client.messages[1:] = [sent]
-    after = client.ask({"role": "user", "content": "go on"})
-    begin = len(made.prompt.tokens)
-    assert after.prompt.tokens[begin : begin + len(first)].tolist() == first
+    assert begins_with(client.ask(GO_ON), made, first)
     assert len(maker.kept) == 2
 
 
+@of("mistral")
 @pytest.mark.parametrize(
     "answer",
     ['[TOOL_CALLS] [{"name":"look", "arguments":{"at":7}}]', '[TOOL_CALLS]look[ARGS]{"at":7}'],
 )
 @pytest.mark.parametrize("others_id", [False, True])
 def test_a_call_without_an_id_comes_back(
-    makers: dict[str, PromptBuilder], answer: str, others_id: bool
+    maker: PromptBuilder, answer: str, others_id: bool
 ) -> None:
     """The template writes the id that the server gave it; the tokens are those of the model."""
-    maker = emptied(makers["mistral"])
     client, before, tokens = opened(maker, answer)
     if others_id:
         client.messages[1]["tool_calls"][0]["id"] = client.messages[2]["tool_call_id"] = "other"
     after = client.ask()
-    both = [*before.prompt.tokens.tolist(), *tokens]
     assert after.kept == 1
-    assert after.prompt.tokens[: len(both)].tolist() == both
+    assert begins_with(after, before, tokens)
     assert '"id": ' in after.rendered.partition("[TOOL_CALLS]")[2]
 
 
-def test_a_call_with_another_id_is_the_templates(makers: dict[str, PromptBuilder]) -> None:
+@of("mistral")
+def test_a_call_with_another_id_is_the_templates(maker: PromptBuilder) -> None:
     """The model wrote its own, and the client sends another one."""
-    maker = emptied(makers["mistral"])
     call = '{"name":"look", "arguments":{"at":7}, "id":"abcdefgh1"}'
     client, _, _ = opened(maker, f"[TOOL_CALLS] [{call}]")
     client.messages[1]["tool_calls"][0]["id"] = client.messages[2]["tool_call_id"] = "abcdefgh2"
@@ -353,103 +329,90 @@ def test_an_answer_that_was_cut_off_comes_back_as_far_as_it_was_seen(
         pytest.skip("its tokens begin with a channel")
     client, made, tokens = cut_off(maker)
     text = "".join(TYPED)[:seen]
-    answer = {"role": "assistant", "content": text}
-    after = client.ask(answer, {"role": "user", "content": "go on"})
-    assert after.prompt.text == after.rendered
-    assert maker.tokenizer.decode(after.prompt.tokens.tolist()) == after.rendered
-    ends = [len(maker.tokenizer.decode(tokens[:count])) for count in range(1, len(tokens) + 1)]
+    after = client.ask({"role": "assistant", "content": text}, GO_ON)
+    decode = maker.tokenizer.decode
+    assert after.prompt.text == after.rendered == decode(after.prompt.tokens.tolist())
+    ends = [len(decode(tokens[:count])) for count in range(1, len(tokens) + 1)]
     whole = sum(end <= len(text.rstrip()) for end in ends)
-    both = [*made.prompt.tokens.tolist(), *tokens[:whole]]
-    assert after.prompt.tokens[: len(both)].tolist() == both
+    assert begins_with(after, made, tokens[:whole])
     assert after.kept == (1 if whole else 0)
 
 
-def test_a_cut_answer_may_lack_its_thinking(makers: dict[str, PromptBuilder]) -> None:
+@of("qwen3")
+def test_a_cut_answer_may_lack_its_thinking(maker: PromptBuilder) -> None:
     """The part that was seen behind it is kept."""
-    maker = emptied(makers["qwen3"])
     client, _, tokens = cut_off(maker, THOUGHT)
-    answer = {"role": "assistant", "content": "".join(TYPED[:4])}
-    after = client.ask(answer, {"role": "user", "content": "go on"})
+    after = client.ask({"role": "assistant", "content": "".join(TYPED[:4])}, GO_ON)
     visible = tokens[len(maker.tokenizer.encode_more(THOUGHT)) :][:4]
     found = after.prompt.tokens.tolist()
-    assert after.kept == 1
     assert any(found[n : n + 4] == visible for n in range(len(found)))
-    assert after.prompt.text == after.rendered
+    assert (after.kept, after.prompt.text) == (1, after.rendered)
 
 
-def test_a_cut_answer_that_was_changed_is_kept_up_to_the_change(
-    makers: dict[str, PromptBuilder],
-) -> None:
+@of("qwen3")
+def test_a_cut_answer_that_was_changed_is_kept_up_to_the_change(maker: PromptBuilder) -> None:
     """A whole answer to the same prompt is preferred."""
-    maker = emptied(makers["qwen3"])
     client, made, tokens = cut_off(maker)
-    changed = {"role": "assistant", "content": "hello they"}
-    after = client.ask(changed, {"role": "user", "content": "go on"})
-    begin = len(made.prompt.tokens)
-    assert after.prompt.tokens[begin : begin + 2].tolist() == tokens[:2]
+    after = client.ask({"role": "assistant", "content": "hello they"}, GO_ON)
+    assert begins_with(after, made, tokens[:2])
     assert after.prompt.text == after.rendered
     del client.messages[1:]
     whole = client.answer(made, "hello the file: done")
     client.answer(made, "hello the")
     maker.keep(made, [Chunk(text, n) for text, n in zip(TYPED, tokens, strict=False)], is_cut=True)
     del client.messages[2:]
-    after = client.ask({"role": "user", "content": "go on"})
-    assert after.prompt.tokens[begin : begin + len(whole)].tolist() == whole
+    assert begins_with(client.ask(GO_ON), made, whole)
 
 
-def said(text: str) -> ParsedAnswer:
-    """Return what a text without thinking says."""
-    return ParsedAnswer("", text, (), 0)
+def keep(kept: AnswerTokenCache, number: int, text: str = "ten tokens") -> None:
+    """Keep an answer of a token for each letter."""
+    answer = AnswerTokens(text, as_tokens(list(map(ord, text))), list(range(1, len(text) + 1)))
+    kept.keep(bytes([number]), f"prompt {number} ", answer, ParsedAnswer("", text, (), 0))
 
 
-def answer_of(text: str) -> AnswerTokens:
-    """Return an answer of a token for each letter."""
-    return AnswerTokens(text, as_tokens(list(map(ord, text))), list(range(1, len(text) + 1)))
+def fills(kept: AnswerTokenCache, number: int) -> list[tuple[int, int, str]]:
+    """Return the places that a kept answer fills in the next prompt, and its text."""
+    text, links = f"prompt {number} ten tokens.", [bytes([number]), b""]
+    nothing = ParsedAnswer("", "", (), 0)
+    found = kept.fills(text, links, lambda number: None, lambda *_: nothing)
+    return [(fill.begin, fill.end, fill.text) for fill in found]
 
 
 def test_kept_answers_are_bounded() -> None:
     """Those used last stay."""
     kept = AnswerTokenCache()
-    links = [bytes([number]) for number in range(5)]
     for number in range(3):
-        kept.keep(links[number], f"prompt {number} ", answer_of("ten tokens"), said("ten tokens"))
+        keep(kept, number)
     kept._most = most = kept.nbytes
     assert (len(kept), most > 3 * 1000) == (3, True)
-    text = "prompt 0 ten tokens."
-    found = kept.fills(text, [links[0], b""], lambda number: None, lambda *_: said(""))
-    assert [(fill.begin, fill.end, fill.text) for fill in found] == [(9, 19, "ten tokens")]
-    kept.keep(links[3], "prompt 3 ", answer_of("ten tokens"), said("ten tokens"))
+    place = [(9, 19, "ten tokens")]
+    assert fills(kept, 0) == place
+    keep(kept, 3)
     assert (len(kept), kept.nbytes) == (3, most)
-    for number, count in ((0, 1), (1, 0), (2, 1), (3, 1)):
-        text = f"prompt {number} ten tokens."
-        found = kept.fills(text, [links[number], b""], lambda number: None, lambda *_: said(""))
-        assert len(found) == count
+    assert [fills(kept, number) for number in range(4)] == [place, [], place, place]
 
 
 def test_an_answer_without_text_or_with_half_a_character_is_not_kept() -> None:
     """There is nothing to find."""
     kept = AnswerTokenCache()
-    kept.keep(b"", "a", answer_of(""), said(""))
-    kept.keep(b"", "a", answer_of("b\ufffd"), said("b"))
+    keep(kept, 0, "")
+    keep(kept, 0, "b\ufffd")
     assert len(kept) == 0
 
 
-def test_an_answer_that_a_stop_string_ended_is_kept_up_to_it(
-    makers: dict[str, PromptBuilder],
-) -> None:
+@of("qwen3")
+def test_an_answer_that_a_stop_string_ended_is_kept_up_to_it(maker: PromptBuilder) -> None:
     """If a token ends there."""
-    tokenizer = makers["qwen3"].tokenizer
-    tokens = tokenizer.encode_more("hello the\nend of")
-    chunks = [Chunk("hello the", token) for token in tokens[:1]]
-    chunks += [Chunk("", token) for token in tokens[1:]]
+    tokenizer = maker.tokenizer
+    first, *rest = tokenizer.encode_more("hello the\nend of")
+    chunks = [Chunk("hello the", first), *(Chunk("", token) for token in rest)]
     answer = AnswerTokens.of(chunks, tokenizer, tokenizer.encode_more("a"))
-    assert answer.text == "hello the"
-    assert tokenizer.decode(answer.tokens.tolist()) == "hello the"
-    half = AnswerTokens.of([Chunk("hel", tokens[0])], tokenizer, [])
+    assert answer.text == "hello the" == tokenizer.decode(answer.tokens.tolist())
+    half = AnswerTokens.of([Chunk("hel", first)], tokenizer, [])
     assert (half.text, len(half.tokens)) == ("", 0)
 
 
-def test_texts_are_encoded_once(makers: dict[str, PromptBuilder]) -> None:
+def test_texts_are_encoded_once() -> None:
     """Their tokens are remembered, up to a number of bytes."""
 
     class Counting:
@@ -473,9 +436,3 @@ def test_texts_are_encoded_once(makers: dict[str, PromptBuilder]) -> None:
     encoder.encode("h" * 200, [])
     encoder.encode("abcdefg", [fill])
     assert tokenizer.count > 3
-
-
-def test_the_common_end_of_two_texts() -> None:
-    """Either may be the whole of it."""
-    pairs = {("abc", "xbc"): 2, ("", "a"): 0, ("a", "ba"): 1, ("a", "b"): 0}
-    assert {pair: common_end(*pair) for pair in pairs} == pairs

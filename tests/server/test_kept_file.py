@@ -28,7 +28,7 @@ from mlxrunner.server.prompts.answer_tokens import (
 from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.server.tools.reader import ParsedAnswer
 from mlxrunner.tokenizer.base import AnswerTokens
-from tests.server.test_kept import FAMILIES, MERGED, Client, call_text
+from tests.server.test_kept import FAMILIES, GO_ON, MERGED, Client, begins_with, call_text
 
 
 def turn_of(text: str, **more: Any) -> CachedAnswer:
@@ -67,19 +67,15 @@ def test_a_restart_loses_no_tokens(family: str, seed: int, tmp_path: Path) -> No
         maker.kept = AnswerTokenCache()
         maker.kept.store_in(AnswerTokenFile(tmp_path))
         assert len(maker.kept) == turn + 1
-        is_call = "tool_calls" in client.messages[-2]
-        after = client.ask(*([] if is_call else [{"role": "user", "content": "go on"}]))
-        before = [*made.prompt.tokens.tolist(), *written]
-        assert after.prompt.tokens[: len(before)].tolist() == before
+        after = client.ask(*([] if "tool_calls" in client.messages[-2] else [GO_ON]))
+        assert begins_with(after, made, written)
         made = after
 
 
 def test_every_field_comes_back(tmp_path: Path) -> None:
     """Half a character of JSON too, and what was cut off; twice is once."""
-    file, turns = (
-        AnswerTokenFile(tmp_path),
-        [turn_of("one\u2028"), turn_of("\ud83d x", is_cut=True)],
-    )
+    file = AnswerTokenFile(tmp_path)
+    turns = [turn_of("one\u2028"), turn_of("\ud83d x", is_cut=True)]
     turns[0].known["One<end>"] = TokenSpan(3, 6, "one", as_tokens([1, 2]))
     turns[0].forms = 1
     for number, turn in enumerate(turns):
@@ -135,31 +131,31 @@ def test_a_file_is_bounded(tmp_path: Path) -> None:
     assert found == [f"{number}" for number in range(200 - len(found), 200)]
 
 
+def full(descriptor: int, data: bytes) -> None:
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("what", ["link", "fifo", "folder", "full"])
 def test_what_cannot_be_written_is_said_once(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is kept in memory, and nothing is read or written elsewhere."""
-    path = tmp_path / NAME
-    if what == "link":
-        (tmp_path / "other").write_text("other")
-        path.symlink_to(tmp_path / "other")
-    elif what == "fifo":
-        os.mkfifo(path)
-    elif what == "folder":
-        path.mkdir()
-    else:
-
-        def full(descriptor: int, data: bytes) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(answer_tokens, "write_all", full)
+    path, other = tmp_path / NAME, tmp_path / "other"
+    other.write_text("other")
+    match what:
+        case "link":
+            path.symlink_to(other)
+        case "fifo":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "full":
+            monkeypatch.setattr(answer_tokens, "write_all", full)
     file = AnswerTokenFile(tmp_path)
     assert list(file.read()) == []
     with caplog.at_level(logging.WARNING, logger="mlxrunner"):
         file.add(b"l", turn_of("one"))
         file.add(b"l", turn_of("two"))
-    assert len(caplog.messages) == 1
-    assert "an answer will not be known after a restart: " in caplog.messages[0]
-    if what == "link":
-        assert (tmp_path / "other").read_text() == "other"
+    (said,) = caplog.messages
+    assert "an answer will not be known after a restart: " in said
+    assert other.read_text() == "other"
