@@ -80,7 +80,8 @@ def join(hosts: Hosts, rank: int) -> mx.distributed.Group:
     with open_temporary() as file:
         file.write(hosts.ring.encode())
         file.seek(0)
-        os.environ |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": f"/dev/fd/{file.fileno()}"}
+        of_mlx = {"MLX_RANK": str(rank), "MLX_HOSTFILE": f"/dev/fd/{file.fileno()}"}
+        os.environ |= of_mlx
         try:
             with _bounded():
                 return mx.distributed.init(strict=True, backend="ring")
@@ -90,6 +91,9 @@ def join(hosts: Hosts, rank: int) -> mx.distributed.Group:
             raise LaunchError(
                 f"can't join the ring ({error}): {_bind_advice(hosts, rank)}"
             ) from error
+        finally:
+            for name in of_mlx:
+                os.environ.pop(name, None)
 
 
 def _bind_advice(hosts: Hosts, rank: int) -> str:
