@@ -62,6 +62,27 @@ def test_an_entry_that_nobody_gave_back_is_settled_when_it_is_asked_for(
     assert side.cache.current.tokens == prompt[:kept] != []
 
 
+def test_a_request_is_told_of_a_pass_that_could_not_be_undone() -> None:
+    """The lease of the one before is gone, without an end."""
+    side = taken("unknown", "full", budget=0)
+    side.lease.begin_forward()
+    side.forward([7, 8])
+    del side.lease
+    with side.cache.begin([*PROMPT, 9]) as lease:
+        cause = "an interrupted forward pass that could not be undone"
+        assert (lease.lookup.cached, lease.lookup.evicted_by) == (0, cause)
+
+
+def test_ctrl_c_while_tokens_are_appended_leaves_all_of_them_or_none() -> None:
+    """Those that a rewind left in the buffer never count again."""
+    for line in range(1, 12):
+        tokens = TokenBuffer([1, 2, 3])
+        tokens.truncate(1)
+        with suppress(KeyboardInterrupt), interrupt_at(line):
+            tokens.extend([7, 8])
+        assert tokens[:] in ([1], [1, 7, 8]), f"line {line}"
+
+
 def test_no_checkpoint_is_taken_of_layers_that_are_ahead_of_the_tokens() -> None:
     side = taken("recurrent", budget=10**6)
     before = side.cache.entry.checkpoints.offsets
