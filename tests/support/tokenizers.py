@@ -253,6 +253,15 @@ def copy_of(directories: dict[str, Path], tmp_path: Path) -> Callable[..., Path]
     return copy
 
 
+Load = Callable[..., Tokenizer]
+
+
+@pytest.fixture
+def loaded(copy_of: Callable[..., Path]) -> Load:
+    """Return a function that loads a kind of tokenizer with changed settings, as `copy_of`."""
+    return lambda kind, **settings: load_tokenizer(copy_of(kind, **settings))
+
+
 @pytest.fixture(params=sorted(KINDS))
 def kind(request: pytest.FixtureRequest) -> str:
     """Each kind of tokenizer in turn."""

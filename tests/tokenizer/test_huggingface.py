@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import builtins
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checks import raising
 from support.models import change_json, error_line
+from support.tokenizers import Load
 
 from mlxrunner import ModelError
 from mlxrunner.tokenizer import load_tokenizer
 from mlxrunner.tokenizer.huggingface import HuggingFaceTokenizer
 
-TEXTS = [
-    "the quick fox",
-    " leading",
-    "größer 日本語 😀",
-    "def f():\n    return 'x'  # y\n\n",
-    "don't 12345",
-    "x\u0301\0",
-]
+CODE = "def f():\n    return 'x'  # y\n\n"
+TEXTS = ["the quick fox", " leading", "größer 日本語 😀", CODE, "don't 12345", "x\u0301\0"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -35,10 +32,9 @@ def test_text_is_encoded_as_the_file_says(
 
     file = Tokenizer.from_file(str(directories[kind] / "tokenizer.json"))
     tokenizer = load_tokenizer(directories[kind])
-    assert tokenizer.encode(text) == file.encode(text).ids
-    assert tokenizer.decode(tokenizer.encode(text)) == file.decode(
-        file.encode(text).ids, skip_special_tokens=False
-    )
+    tokens = file.encode(text).ids
+    assert tokenizer.encode(text) == tokens
+    assert tokenizer.decode(tokens) == file.decode(tokens, skip_special_tokens=False)
     assert tokenizer.vocab_size == file.get_vocab_size()
 
 
@@ -65,11 +61,8 @@ def test_a_class_name_in_the_configuration_changes_no_tokens(
 
     folder = copy_of(kind, tokenizer_class=name)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    tokenizer = load_tokenizer(folder)
-    assert (
-        tokenizer.encode(text)
-        == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
-    )
+    file = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert load_tokenizer(folder).encode(text) == file.encode(text).ids
 
 
 @pytest.mark.parametrize("legacy", [None, True, False])
@@ -94,35 +87,32 @@ def test_a_tokenizer_that_transformers_builds_anew_keeps_every_promise(
         tokens = tokenizer.encode(text)
         assert tokens[: len(bos)] == bos
         assert tokenizer.decode(tokens[len(bos) :]) == text
-        assert tokenizer.encode(text + end) + tokenizer.encode_more(text) == tokenizer.encode(
-            text + end + text
-        )
+        both = tokenizer.encode(text + end) + tokenizer.encode_more(text)
+        assert both == tokenizer.encode(text + end + text)
         stream = tokenizer.stream(bos or tokenizer.encode("a"))
         shown = "".join(stream.add(token) for token in tokens[len(bos) :]) + stream.finish()
         assert shown.removeprefix(" ") == text
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
-def test_decoding_cleans_nothing_up(copy_of: Callable[..., Path], kind: str) -> None:
+def test_decoding_cleans_nothing_up(loaded: Load, kind: str) -> None:
     """Spaces before a comma are text, whatever the configuration asks for."""
-    tokenizer = load_tokenizer(copy_of(kind, clean_up_tokenization_spaces=True))
+    tokenizer = loaded(kind, clean_up_tokenization_spaces=True)
     assert tokenizer.decode(tokenizer.encode_more("a , b . c ' d n't")) == "a , b . c ' d n't"
 
 
 def test_a_beginning_token_that_nothing_puts_in_front_is_not_wanted(
-    copy_of: Callable[..., Path],
+    loaded: Load,
 ) -> None:
     """Qwen names one here and there; its post-processor adds none."""
-    tokenizer = load_tokenizer(copy_of("byte_level", bos_token="<|endoftext|>"))
+    tokenizer = loaded("byte_level", bos_token="<|endoftext|>")
     assert tokenizer.encode("") == []
     assert tokenizer.encode("hi") == tokenizer.encode_more("hi")
 
 
-def test_a_tokenizer_without_an_end_token_works(
-    copy_of: Callable[..., Path], templates: dict[str, str]
-) -> None:
+def test_a_tokenizer_without_an_end_token_works(loaded: Load, templates: dict[str, str]) -> None:
     """Only the template's end of a turn stops an answer then."""
-    tokenizer = load_tokenizer(copy_of("byte_level", eos_token=None))
+    tokenizer = loaded("byte_level", eos_token=None)
     assert tokenizer.stop_tokens == set(tokenizer.encode_more("<|im_end|>"))
     assert tokenizer.decode(tokenizer.encode_more(" hi")) == " hi"
 
@@ -149,23 +139,17 @@ def test_a_folder_of_other_files_has_no_tokenizer(tmp_path: Path) -> None:
     """The error says which files are needed."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "notes.txt").write_text("x")
+    said = "no tokenizer could be loaded: neither tokenizer.json nor tokenizer.model is there"
     text = error_line(ModelError, load_tokenizer, tmp_path)
-    assert text.startswith(
-        f"{tmp_path}: no tokenizer could be loaded: neither tokenizer.json nor tokenizer.model is "
-        "there"
-    )
+    assert text.startswith(f"{tmp_path}: {said}")
 
 
 def test_nothing_is_looked_up_on_the_hub(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory is all there is to a tokenizer."""
-    import socket
-
-    def refuse(*args: Any) -> None:
-        raise AssertionError("a connection was opened")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    opened = raising(AssertionError("a connection was opened"))
+    monkeypatch.setattr(socket.socket, "connect", opened)
     for folder in directories.values():
         load_tokenizer(folder)
 

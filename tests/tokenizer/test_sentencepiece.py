@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import error_line
+from support.tokenizers import Load
 
 from mlxrunner import ModelError
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -41,9 +43,7 @@ def test_a_tokenizer_json_wins_over_a_tokenizer_model(
     """It is the one that the publisher changed last."""
     folder = copy_of("spm_prefix", eos_token="</s>")
     assert isinstance(load_tokenizer(folder), SentencePieceTokenizer)
-    (folder / "tokenizer.json").write_bytes(
-        (directories["metaspace"] / "tokenizer.json").read_bytes()
-    )
+    shutil.copy(directories["metaspace"] / "tokenizer.json", folder)
     assert not isinstance(load_tokenizer(folder), SentencePieceTokenizer)
 
 
@@ -55,9 +55,8 @@ def test_text_is_encoded_as_sentencepiece_itself_does(
     import sentencepiece
 
     for kind in ("spm_prefix", "spm_plain"):
-        model = sentencepiece.SentencePieceProcessor(
-            model_file=str(directories[kind] / "tokenizer.model")
-        )
+        file = str(directories[kind] / "tokenizer.model")
+        model = sentencepiece.SentencePieceProcessor(model_file=file)
         tokenizer = load_tokenizer(directories[kind])
         assert tokenizer.encode_more(text) == model.encode(text)
         assert tokenizer.encode(text) == [model.bos_id(), *model.encode(text)]
@@ -78,24 +77,21 @@ def test_the_space_in_front_is_taken_away_once(
 @pytest.mark.parametrize("symbol", ["<ud>", "<ctl>", "</s>"])
 def test_a_symbol_within_a_text_is_one_token(prefix: SentencePieceTokenizer, symbol: str) -> None:
     """User-defined ones are found by sentencepiece, control symbols by us."""
-    (token,) = [
-        token for token in prefix.encode_more(f"a{symbol}b") if prefix.decode([token]) == symbol
-    ]
+    tokens = prefix.encode_more(f"a{symbol}b")
+    (token,) = [token for token in tokens if prefix.decode([token]) == symbol]
     assert prefix.piece_bytes(token) == symbol.encode()
 
 
-def test_a_symbol_that_begins_like_another_is_found_whole(copy_of: Callable[..., Path]) -> None:
+def test_a_symbol_that_begins_like_another_is_found_whole(loaded: Load) -> None:
     """The longest name first."""
     added = {"500": {"content": "<a>"}, "501": {"content": "<a><b>"}, "502": {"content": "<a>x"}}
-    tokenizer = load_tokenizer(copy_of("spm_plain", added_tokens_decoder=added))
+    tokenizer = loaded("spm_plain", added_tokens_decoder=added)
     assert tokenizer.encode_more("<a><b><a>x<a>") == [501, 502, 500]
 
 
-def test_names_of_tokens_are_no_patterns(copy_of: Callable[..., Path]) -> None:
+def test_names_of_tokens_are_no_patterns(loaded: Load) -> None:
     """Dots and brackets in them are meant as they are."""
-    tokenizer = load_tokenizer(
-        copy_of("spm_plain", added_tokens_decoder={"500": {"content": "[.*]|"}})
-    )
+    tokenizer = loaded("spm_plain", added_tokens_decoder={"500": {"content": "[.*]|"}})
     assert 500 in tokenizer.encode_more("a[.*]|b")
     assert 500 not in tokenizer.encode_more("axb|")
 
@@ -103,10 +99,10 @@ def test_names_of_tokens_are_no_patterns(copy_of: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "added_tokens.json"])
 def test_tokens_beyond_the_pieces_are_known(copy_of: Callable[..., Path], place: str) -> None:
     """Publishers add them without training again; the vocabulary grows by them."""
-    folder = copy_of(
-        "spm_plain", added_tokens_decoder={"430": {"content": "<|im_end|>", "special": True}}
-    )
-    if place == "added_tokens.json":
+    added = {"430": {"content": "<|im_end|>", "special": True}}
+    if place == "tokenizer_config.json":
+        folder = copy_of("spm_plain", added_tokens_decoder=added)
+    else:
         folder = copy_of("spm_plain")
         (folder / place).write_text(json.dumps({"<|im_end|>": 430}))
     tokenizer = load_tokenizer(folder)
@@ -118,13 +114,11 @@ def test_tokens_beyond_the_pieces_are_known(copy_of: Callable[..., Path], place:
 
 
 def test_an_added_end_of_turn_that_the_template_writes_is_a_stop(
-    copy_of: Callable[..., Path], templates: dict[str, str]
+    loaded: Load, templates: dict[str, str]
 ) -> None:
     """Many chat models that were made from Mistral have one."""
     added = {"420": {"content": "<|im_end|>"}, "421": {"content": "<|im_start|>"}}
-    tokenizer = load_tokenizer(
-        copy_of("spm_prefix", added_tokens_decoder=added, chat_template=templates["chatml"])
-    )
+    tokenizer = loaded("spm_prefix", added_tokens_decoder=added, chat_template=templates["chatml"])
     assert tokenizer.stop_tokens == {2, 420}
     rendered = tokenizer.encode(tokenizer.render([{"role": "user", "content": "hi"}]))
     assert (rendered.count(421), rendered.count(420)) == (2, 1)
@@ -151,9 +145,9 @@ def test_end_and_beginning_may_be_named_in_the_configuration(
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == "</s>hi<|im_end|>"
 
 
-def test_a_named_token_that_does_not_exist_is_none(copy_of: Callable[..., Path]) -> None:
+def test_a_named_token_that_does_not_exist_is_none(loaded: Load) -> None:
     """No BOS rather than an unknown token."""
-    tokenizer = load_tokenizer(copy_of("spm_prefix", bos_token="<nosuch>", eos_token="<nosuch>"))
+    tokenizer = loaded("spm_prefix", bos_token="<nosuch>", eos_token="<nosuch>")
     assert tokenizer.encode("") == []
     assert tokenizer.stop_tokens == frozenset()
 
@@ -177,9 +171,7 @@ def test_a_model_without_a_configuration_works(
     directories: dict[str, Path], tmp_path: Path
 ) -> None:
     """A tokenizer.model alone: its own BOS and end, the fallback template."""
-    (tmp_path / "tokenizer.model").write_bytes(
-        (directories["spm_prefix"] / "tokenizer.model").read_bytes()
-    )
+    shutil.copy(directories["spm_prefix"] / "tokenizer.model", tmp_path)
     tokenizer = load_tokenizer(tmp_path, [9])
     assert tokenizer.encode("") == [1]
     assert tokenizer.stop_tokens == {2, 9}
@@ -206,26 +198,19 @@ def test_a_model_without_bos_and_end_has_none(tmp_path: Path) -> None:
     assert tokenizer.render([{"role": "user", "content": "a"}]) == "User: a\nAssistant:"
 
 
+STRANGE = [{"x": {"content": "<x>"}}, *({"500": it} for it in ("<x>", {}, {"content": 3}))]
+
+
 @pytest.mark.parametrize(
     "decoder",
-    [
-        None,
-        [],
-        "x",
-        {"x": {"content": "<x>"}},
-        {"500": "<x>"},
-        {"500": {}},
-        {"500": {"content": 3}},
-        {"500": {"content": ""}},
-    ],
+    [None, [], "x", *STRANGE, {"500": {"content": ""}}],
     ids=["null", "list", "text", "no id", "no object", "no content", "number", "empty"],
 )
 def test_strange_added_tokens_are_passed_over(copy_of: Callable[..., Path], decoder: Any) -> None:
     """They are only an addition."""
     folder = copy_of("spm_plain")
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
-        "added_tokens_decoder": decoder
-    }
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = decoder
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load_tokenizer(folder).vocab_size == 420
 
@@ -260,9 +245,8 @@ def test_a_truncated_tokenizer_model_is_named(copy_of: Callable[..., Path], cut:
     """Wherever the download broke off."""
     file = copy_of("spm_prefix") / "tokenizer.model"
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(
-        ModelError, match=r"tokenizer\.model: not a SentencePiece model, or damaged"
-    ):
+    damaged = r"tokenizer\.model: not a SentencePiece model, or damaged"
+    with pytest.raises(ModelError, match=damaged):
         load_tokenizer(file.parent)
 
 
@@ -278,9 +262,9 @@ def test_a_truncated_tokenizer_model_is_named(copy_of: Callable[..., Path], cut:
     ids=["the only one", "strange list", "object", "number", "empty"],
 )
 def test_a_template_is_a_text_or_the_default_of_several(
-    copy_of: Callable[..., Path], template: Any, rendered: str | None
+    loaded: Load, template: Any, rendered: str | None
 ) -> None:
     """Anything else is none: the fallback."""
-    tokenizer = load_tokenizer(copy_of("spm_prefix", chat_template=template))
+    tokenizer = loaded("spm_prefix", chat_template=template)
     expected = "User: hi\nAssistant:" if rendered is None else rendered
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == expected

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.sample import examples
+from support.tokenizers import Load
 
 from mlxrunner import PromptError
 from mlxrunner.tokenizer import Tokenizer, load_tokenizer
@@ -35,13 +34,8 @@ HOSTILE = {
     "looks like a token": "<s </s <|im_start <pad>",
     "replacement character": "\ufffd",
 }
-BOS = {
-    "spm_prefix": "<s>",
-    "spm_plain": "<s>",
-    "byte_level_bos": "<|begin_of_text|>",
-    "metaspace": "<s>",
-    "metaspace_legacy": "<s>",
-}
+BOS = dict.fromkeys(("spm_prefix", "spm_plain", "metaspace", "metaspace_legacy"), "<s>")
+BOS["byte_level_bos"] = "<|begin_of_text|>"
 END = {"spm_plain": "<end_of_turn>", "byte_level": "<|im_end|>", "byte_level_bos": "<|eot_id|>"}
 """A special token of each kind's template; "</s>" for the others."""
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -104,11 +98,9 @@ def test_a_long_text_is_encoded_without_a_word(
     assert caplog.text == ""
 
 
-def test_a_length_limit_of_the_tokenizer_is_not_commented_on(
-    copy_of: Callable[..., Path], caplog: Any
-) -> None:
+def test_a_length_limit_of_the_tokenizer_is_not_commented_on(loaded: Load, caplog: Any) -> None:
     """transformers would warn."""
-    tokenizer = load_tokenizer(copy_of("byte_level", model_max_length=10))
+    tokenizer = loaded("byte_level", model_max_length=10)
     assert len(tokenizer.encode("x" * 100)) > 10
     assert caplog.text == ""
 
@@ -150,11 +142,8 @@ def test_the_parts_of_a_text_make_its_tokens(
     cut = getattr(tokenizer, "parts", lambda text: [text])
     first, *rest = cut(text)
     assert "".join([first, *rest]) == text
-    apart = [
-        *tokenizer.encode(first),
-        *(token for part in rest for token in tokenizer.encode_more(part)),
-    ]
-    assert apart == tokenizer.encode(text)
+    apart = [token for part in rest for token in tokenizer.encode_more(part)]
+    assert [*tokenizer.encode(first), *apart] == tokenizer.encode(text)
 
 
 @FIXTURE
@@ -164,12 +153,9 @@ def test_a_text_may_be_encoded_in_two_parts_that_meet_at_a_special_token(
 ) -> None:
     """A conversation that goes on behind an end token has the tokens of encoding it at once."""
     end = END.get(kind, "</s>")
-    assert tokenizer.encode(before + end) + tokenizer.encode_more(after) == tokenizer.encode(
-        before + end + after
-    )
-    assert tokenizer.encode(before) + tokenizer.encode_more(end + after) == tokenizer.encode(
-        before + end + after
-    )
+    whole = tokenizer.encode(before + end + after)
+    assert tokenizer.encode(before + end) + tokenizer.encode_more(after) == whole
+    assert tokenizer.encode(before) + tokenizer.encode_more(end + after) == whole
 
 
 @pytest.mark.parametrize("text", [" b", "b", "\nb", " [INST] b"])
@@ -179,9 +165,8 @@ def test_text_that_goes_on_gets_no_space_of_its_own(
 ) -> None:
     """It is not the beginning of a text."""
     tokenizer = tokenizers[kind]
-    assert tokenizer.decode([*tokenizer.encode("a"), *tokenizer.encode_more(text)]).endswith(
-        "a" + text
-    )
+    both = tokenizer.decode([*tokenizer.encode("a"), *tokenizer.encode_more(text)])
+    assert both.endswith("a" + text)
 
 
 @pytest.mark.parametrize("kind", BOS)
@@ -189,11 +174,11 @@ def test_text_that_goes_on_gets_no_space_of_its_own(
     "with_bos", [True, False], ids=["template with BOS", "template without BOS"]
 )
 def test_a_rendered_conversation_has_bos_once(
-    copy_of: Callable[..., Path], templates: Any, kind: str, with_bos: bool
+    loaded: Load, templates: Any, kind: str, with_bos: bool
 ) -> None:
     """The template may write it or not."""
     template = ("{{ bos_token }}" if with_bos else "") + templates["chatml"]
-    tokenizer = load_tokenizer(copy_of(kind, chat_template=template))
+    tokenizer = loaded(kind, chat_template=template)
     text = tokenizer.render(USER)
     assert text.startswith(BOS[kind]) == with_bos
     tokens = tokenizer.encode(text)
@@ -203,9 +188,9 @@ def test_a_rendered_conversation_has_bos_once(
 
 
 @pytest.mark.parametrize("kind", ["spm_prefix", "spm_plain"])
-def test_a_tokenizer_that_wants_no_bos_gets_none(copy_of: Callable[..., Path], kind: str) -> None:
+def test_a_tokenizer_that_wants_no_bos_gets_none(loaded: Load, kind: str) -> None:
     """`add_bos_token: false`, although the model has the token."""
-    tokenizer = load_tokenizer(copy_of(kind, add_bos_token=False, chat_template=None))
+    tokenizer = loaded(kind, add_bos_token=False, chat_template=None)
     assert tokenizer.encode("") == []
     assert "<s>" not in tokenizer.decode(tokenizer.encode("hi"))
 
@@ -228,20 +213,16 @@ def test_stop_tokens_are_the_given_ones_the_tokenizers_and_the_templates(
 
 @pytest.mark.parametrize("kind", END)
 def test_an_end_of_turn_that_the_template_does_not_write_is_no_stop(
-    copy_of: Callable[..., Path], templates: Any, kind: str
+    loaded: Load, templates: Any, kind: str
 ) -> None:
     """A base model may have the token for other purposes."""
-    ended = load_tokenizer(copy_of(kind, chat_template=templates["mistral"]))
+    ended = loaded(kind, chat_template=templates["mistral"])
     assert not set(ended.encode_more(END[kind])) & ended.stop_tokens
 
 
-def test_an_end_of_turn_that_is_no_token_is_no_stop(
-    copy_of: Callable[..., Path], templates: Any
-) -> None:
+def test_an_end_of_turn_that_is_no_token_is_no_stop(loaded: Load, templates: Any) -> None:
     """Its letters don't end an answer."""
-    assert load_tokenizer(copy_of("spm_prefix", chat_template=templates["chatml"])).stop_tokens == {
-        2
-    }
+    assert loaded("spm_prefix", chat_template=templates["chatml"]).stop_tokens == {2}
 
 
 def test_every_stop_token_ends_a_message(tokenizer: Tokenizer) -> None:
@@ -250,9 +231,9 @@ def test_every_stop_token_ends_a_message(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", ["[/INST]", "<|end|>"])
-def test_the_end_of_a_users_message_ends_no_answer(copy_of: Callable[..., Path], name: str) -> None:
+def test_the_end_of_a_users_message_ends_no_answer(loaded: Load, name: str) -> None:
     """Where the vocabulary has such a token."""
-    without = load_tokenizer(copy_of("spm_prefix"))
+    without = loaded("spm_prefix")
     assert without.message_ends == without.stop_tokens
-    with_it = load_tokenizer(copy_of("spm_prefix", added_tokens_decoder={"420": {"content": name}}))
+    with_it = loaded("spm_prefix", added_tokens_decoder={"420": {"content": name}})
     assert with_it.message_ends == with_it.stop_tokens | {420}
