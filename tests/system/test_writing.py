@@ -10,10 +10,14 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.checks import raising
 
 from mlxrunner.system.writing import (
     SQLITE_ENDS,
@@ -26,6 +30,24 @@ from mlxrunner.system.writing import (
     whole_sync,
     written,
 )
+
+WAYS: dict[str, Callable[[Any], object]] = {
+    "written": lambda path: written(path).__enter__(),
+    "own": open_own,
+    "appended": partial(open_own, append=True),
+    "database": partial(open_database, new=False),
+    "only if new": lambda path: written(path, force=False).__enter__(),
+    "new": open_new,
+    "new database": partial(open_database, new=True),
+}
+"""Ways to open a file."""
+
+
+def refused(path: Path | str, message: str, ways: str) -> None:
+    """Assert that each of these ways to open a file is refused, with this message."""
+    for way in ways.split(", "):
+        with pytest.raises(RefusedFileError, match=message):
+            WAYS[way](path)
 
 
 @pytest.fixture
@@ -67,15 +89,8 @@ def test_a_link_is_refused_and_stays(file: Path, tmp_path: Path) -> None:
     """Neither the link nor its target is written: somebody else may have put it there."""
     link = tmp_path / "link"
     link.symlink_to(file)
-    for writer in (
-        lambda: written(link).__enter__(),
-        lambda: open_own(link),
-        lambda: open_database(link, new=False),
-    ):
-        with pytest.raises(
-            RefusedFileError, match=f"link: it is a link to {file}: name the file itself"
-        ):
-            writer()
+    told = f"link: it is a link to {file}: name the file itself"
+    refused(link, told, "written, own, database")
     assert link.is_symlink()
     assert not file.exists()
 
@@ -95,24 +110,11 @@ def test_what_is_no_file_is_never_opened_or_replaced(file: Path, kind: str) -> N
     """It would hang, or be gone; a device is a copy of the one that is always full."""
     _make(file, kind)
     before = file.lstat()
-    for writer in (
-        lambda: written(file).__enter__(),
-        lambda: open_own(file),
-        lambda: open_own(file, append=True),
-        lambda: open_database(file, new=False),
-    ):
-        with pytest.raises(
-            RefusedFileError,
-            match=r"file: it is a (FIFO|device|socket), not a regular file: choose",
-        ):
-            writer()
-    for new in (
-        lambda: written(file, force=False).__enter__(),
-        lambda: open_new(file),
-        lambda: open_database(file, new=True),
-    ):
+    told = r"file: it is a (FIFO|device|socket), not a regular file: choose"
+    refused(file, told, "written, own, appended, database")
+    for way in ("only if new", "new", "new database"):
         with pytest.raises(FileExistsError):
-            new()
+            WAYS[way](file)
     assert os.path.samestat(before, file.lstat())
     assert list(file.parent.iterdir()) == [file]
 
@@ -136,12 +138,8 @@ def test_a_file_that_others_may_write_to_is_refused(file: Path, mode: int) -> No
     """With the remedy; a new file takes its place all the same."""
     file.touch()
     file.chmod(mode)
-    for opened in (lambda: open_own(file), lambda: open_database(file, new=False)):
-        with pytest.raises(
-            RefusedFileError,
-            match=f"others may write to it .mode {mode:04o}.: chmod 600 it, or remove it",
-        ):
-            opened()
+    told = f"others may write to it .mode {mode:04o}.: chmod 600 it, or remove it"
+    refused(file, told, "own, database")
     assert file.stat().st_mode & 0o777 == mode
     with written(file) as stream:
         stream.write("new")
@@ -153,12 +151,8 @@ def test_a_file_with_another_name_is_refused(file: Path, tmp_path: Path) -> None
     precious = tmp_path / "precious"
     precious.write_text("precious")
     os.link(precious, file)
-    for opened in (lambda: open_own(file, append=True), lambda: open_database(file, new=False)):
-        with pytest.raises(
-            RefusedFileError,
-            match=r"it is one of 2 names of the same file .hard links.*: choose another name",
-        ):
-            opened()
+    told = r"it is one of 2 names of the same file .hard links.*: choose another name"
+    refused(file, told, "appended, database")
     with written(file) as stream:
         stream.write("new")
     assert (file.read_text(), precious.read_text()) == ("new", "precious")
@@ -168,15 +162,8 @@ def test_a_file_of_another_user_is_refused(file: Path, monkeypatch: pytest.Monke
     """The other user could read what is written to it, or change it."""
     file.touch(0o600)
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
-    for opened in (
-        lambda: written(file).__enter__(),
-        lambda: open_own(file),
-        lambda: open_database(file, new=False),
-    ):
-        with pytest.raises(
-            RefusedFileError, match=r"it belongs to the user .*: choose another name, or remove it"
-        ):
-            opened()
+    told = r"it belongs to the user .*: choose another name, or remove it"
+    refused(file, told, "written, own, database")
 
 
 def test_what_others_could_read_is_closed_to_them(file: Path) -> None:
@@ -213,23 +200,15 @@ def test_a_database_of_any_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
 def test_what_is_no_name_is_an_error_of_the_file(tmp_path: Path, name: str) -> None:
     """NUL, and half characters."""
-    for opened in (
-        lambda: written(tmp_path / name).__enter__(),
-        lambda: open_own(tmp_path / name),
-        lambda: open_new(tmp_path / name),
-        lambda: open_database(tmp_path / name, new=False),
-    ):
-        with pytest.raises(RefusedFileError, match="not a file name"):
-            opened()
+    refused(tmp_path / name, "not a file name", "written, own, new, database")
     assert not is_stream(tmp_path / name)
 
 
 def test_a_dash_is_not_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere it means standard output, so nobody wants a file of that name."""
     monkeypatch.chdir(tmp_path)
-    for opened in (lambda: written(Path("-")).__enter__(), lambda: open_own("-", append=True)):
-        with pytest.raises(RefusedFileError, match="does not mean standard output here"):
-            opened()
+    refused(Path("-"), "does not mean standard output here", "written, appended")
+    refused("-", "does not mean standard output here", "appended")
     assert not any(tmp_path.iterdir())
 
 
@@ -324,10 +303,7 @@ def test_a_file_system_without_links_is_written_too(
 ) -> None:
     """exFAT knows none."""
 
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setattr("os.link", raising(OSError(errno.EPERM, os.strerror(errno.EPERM))))
     with written(file, force=False) as stream:
         stream.write("ours")
     assert file.read_text() == "ours"
@@ -338,20 +314,13 @@ def test_a_volume_that_does_not_know_the_whole_sync(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Network and FUSE volumes of macOS: the plain one is done, and its errors are errors."""
-    synced = []
-
-    def refuse(descriptor: int, command: int) -> None:
-        raise OSError(errno.ENOTSUP, "Operation not supported")
-
+    synced = list[int]()
+    refuse = raising(OSError(errno.ENOTSUP, "Operation not supported"))
     monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     monkeypatch.setattr(os, "fsync", synced.append)
     whole_sync(7)
     assert synced == [7]
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")),
-    )
+    monkeypatch.setattr(os, "fsync", raising(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):
         whole_sync(7)
