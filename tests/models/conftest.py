@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,8 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models import EOS, write_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with nothing wrong, to be copied."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_model(folder, eos_token_id=EOS)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, whole: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from mlx.utils import tree_flatten
+from support.checks import read_lines
 from support.engine import Engine
 from support.models import _TINY, change_json, tiny_config, tiny_model, write_model
 from support.saving import stored
@@ -25,12 +25,12 @@ from mlxrunner.profiling.profile import Profile
 from mlxrunner.sessions.store import SessionStore
 from mlxrunner.testing import ByteTokenizer
 
-PLAMO: dict[str, Any] = {
-    "head_dim": 16,
-    "sliding_window": 12,
-    "sliding_window_pattern": 2,
-    "max_position_embeddings": 4096,
-}
+PLAMO: dict[str, Any] = {"head_dim": 16, "sliding_window": 12, "sliding_window_pattern": 2}
+PLAMO |= {"num_hidden_layers": 4, "max_position_embeddings": 4096}
+
+
+def text(length: int, vocab: int = 290) -> list[int]:
+    return [number * 37 % vocab for number in range(length)]
 
 
 @pytest.fixture
@@ -40,9 +40,7 @@ def as_mlx_lm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plamo(seed: int = 0, **config: Any) -> tuple[Any, dict[str, Any]]:
-    settings = tiny_config(
-        "plamo3", **{"num_hidden_layers": 4, "vocab_size": 300, **PLAMO, **config}
-    )
+    settings = tiny_config("plamo3", vocab_size=300, **{**PLAMO, **config})
     return tiny_model(settings, seed), settings
 
 
@@ -63,11 +61,8 @@ def answer(runner: Runner, prompt: list[int], count: int = 6) -> list[tuple[int 
 def test_a_window_holds_what_its_model_asks_for(seed: int, options: dict[str, int]) -> None:
     """PLaMo 3 gets the one token more that it wants, and random histories lose no reuse."""
     model, config = plamo(seed)
-    warm, dice, said = (
-        runner_of(model, config, prefill_step=17, **options),
-        random.Random(seed),
-        [1],
-    )
+    warm = runner_of(model, config, prefill_step=17, **options)
+    dice, said = random.Random(seed), [1]
     windows = [cache for cache in make_layer_caches(model) if isinstance(cache, SlidingWindowCache)]
     assert {cache.window for cache in windows} == {13}
     reused = 0
@@ -86,31 +81,25 @@ def test_a_window_holds_what_its_model_asks_for(seed: int, options: dict[str, in
 def test_its_prompts_are_evaluated_as_without_any_cache() -> None:
     """The mask alone says what a query sees: cut anywhere, the logits are those of one piece."""
     model, config = plamo()
-    prompt = [i * 37 % 290 for i in range(70)]
+    prompt = text(70)
     logits = model(mx.array([prompt]))[0, -1]
     expected = logits - mx.logsumexp(logits)
+    options: dict[str, Any] = {"max_tokens": 1, "stop_tokens": [], "logprobs": 0}
     for step in (1, 7, 13, 69):
-        (chunk,) = runner_of(model, config, prefill_step=step).generate(
-            prompt, max_tokens=1, stop_tokens=[], logprobs=0
-        )
+        (chunk,) = runner_of(model, config, prefill_step=step).generate(prompt, **options)
         assert chunk.token == mx.argmax(logits).item()
-        assert chunk.logprob == pytest.approx(
-            expected[chunk.token].item(),  # type: ignore[index]
-            abs=1e-4,
-        )
+        assert chunk.logprob == pytest.approx(expected[chunk.token].item(), abs=1e-4)
 
 
 def test_it_is_the_same_in_parallel_and_after_a_session(tmp_path: Path) -> None:
     """Two at once, and an entry that came back from a file."""
     model, config = plamo()
-    prompts = [[i * 37 % 290 for i in range(60)], [i * 37 % 290 for i in range(40)] + [5] * 30]
+    prompts = [text(60), text(40) + [5] * 30]
     alone = [answer(runner_of(model, config), prompt, 20) for prompt in prompts]
-    with Engine(
-        model, ByteTokenizer(), facts_of(model, config), max_sequences=2, context=200
-    ) as together:
-        handles = [
-            together.submit(prompt, max_tokens=20, stop_tokens=[], logprobs=0) for prompt in prompts
-        ]
+    parts = model, ByteTokenizer(), facts_of(model, config)
+    options: dict[str, Any] = {"max_tokens": 20, "stop_tokens": [], "logprobs": 0}
+    with Engine(*parts, max_sequences=2, context=200) as together:
+        handles = [together.submit(prompt, **options) for prompt in prompts]
         assert [[(chunk.token, chunk.logprob) for chunk in handle] for handle in handles] == alone
     runner, sessions = runner_of(model, config), SessionStore(tmp_path)
     said = [*prompts[0], *(token or 0 for token, _ in answer(runner, prompts[0]))]
@@ -141,17 +130,19 @@ def test_it_is_found_with_a_few_tokens(
     window: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few tokens find it for any window, and find nothing where windows hold enough."""
-    for seed in range(5):
-        model, config = plamo(seed, sliding_window=window)
-        model.set_dtype(dtype)
-        facts_of(model, config)
-        assert not depends_on_chunks(model, 300)
+
+    def found() -> set[bool]:
+        made = set()
+        for seed in range(5):
+            model, config = plamo(seed, sliding_window=window)
+            model.set_dtype(dtype)
+            facts_of(model, config)
+            made.add(depends_on_chunks(model, 300))
+        return made
+
+    assert found() == {False}
     monkeypatch.setattr("mlxrunner.models.facts.masks_asked", lambda model: {})
-    for seed in range(5):
-        model, config = plamo(seed, sliding_window=window)
-        model.set_dtype(dtype)
-        facts_of(model, config)
-        assert depends_on_chunks(model, 300)
+    assert found() == {True}
 
 
 def test_a_model_that_cannot_be_run_is_not_accused() -> None:
@@ -165,7 +156,7 @@ def test_a_model_that_cannot_be_run_is_not_accused() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, as_mlx_lm_has_it: None) -> Path:
-    write_model(tmp_path / "plamo", "plamo3", num_hidden_layers=4, **PLAMO)
+    write_model(tmp_path / "plamo", "plamo3", **PLAMO)
     return tmp_path / "plamo"
 
 
@@ -179,7 +170,7 @@ def test_it_is_named_at_load_and_never_reused(
         f"{folder}: {DEPENDS}, so nothing is reused: every prompt is evaluated whole"
     ]
     assert runner.facts.depends_on_chunks
-    said: list[int] = [i * 37 % 250 for i in range(60)]
+    said: list[int] = text(60, 250)
     for number in range(4):
         if number == 3:
             restore(runner, SessionStore(tmp_path / "sessions"))
@@ -194,15 +185,14 @@ def test_it_is_named_at_load_and_never_reused(
     too_long = [*said, *range(200), *range(200)]
     options: dict[str, Any] = {"max_tokens": 5, "stop_tokens": [], "overflow": "shift", "keep": 3}
     cold = Runner.load(str(folder), 400, reserve=False)
-    assert [c.token for c in runner.generate(too_long, **options)] == [
-        c.token for c in cold.generate(too_long, **options)
-    ]
+    warm, new = (one.complete(too_long, **options).tokens for one in (runner, cold))
+    assert warm == new
 
 
 def test_it_runs_one_request_at_a_time(folder: Path) -> None:
     """With the reason, through the same interface; nothing is reused."""
     loaded = load_model(str(folder))
-    prompt = [i * 37 % 250 for i in range(40)]
+    prompt = text(40, 250)
     with Engine.of(loaded, max_sequences=2, context=100, reserve=False) as runner:
         assert runner.why_alone == DEPENDS
         results = runner.run([prompt, [*prompt, 7]], max_tokens=3, stop_tokens=[])
@@ -215,9 +205,9 @@ def test_nothing_of_it_is_verified_and_nothing_accused(folder: Path, tmp_path: P
     profile = Profile(events=tmp_path / "events.jsonl", verify=1.0)
     profile.watch(runner)
     for count in (40, 50, 70):
-        answer(runner, [i * 37 % 250 for i in range(count)])
+        answer(runner, text(count, 250))
     profile.finish(strict=True)
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = read_lines(tmp_path / "events.jsonl")
     assert [event["verify"] for event in events] == [None] * 3
 
 
@@ -229,20 +219,21 @@ def test_verify_proves_nothing_about_it(
     """The exit code is 5, since cold runs differ as much as one wrong token makes."""
     if not is_tried:
         monkeypatch.setattr("mlxrunner.models.load.depends_on_chunks", lambda model, vocab: False)
-    result = CliRunner().invoke(
-        cli.main, ["verify", str(folder), "--context", "200", "--max-tokens", "6"]
-    )
+    result = verified(folder)
     assert "changes nothing" not in result.stdout
     assert result.exit_code in ((5,) if is_tried else (4, 5)), result.stdout
+
+
+def verified(folder: Path) -> Result:
+    command = ["verify", str(folder), "--context", "200", "--max-tokens", "6"]
+    return CliRunner().invoke(cli.main, command)
 
 
 @pytest.mark.exhaustive(0)
 def test_verify_passes_where_windows_hold_what_is_asked_for(tmp_path: Path) -> None:
     """The whole of it, parallel and moved keys included."""
-    write_model(tmp_path / "m", "plamo3", num_hidden_layers=4, **PLAMO)
-    result = CliRunner().invoke(
-        cli.main, ["verify", str(tmp_path / "m"), "--context", "200", "--max-tokens", "6"]
-    )
+    write_model(tmp_path / "m", "plamo3", **PLAMO)
+    result = verified(tmp_path / "m")
     assert result.exit_code == 0, result.stdout
     assert "15 of 15 rows tested, and reuse changes nothing in them." in result.stdout
 

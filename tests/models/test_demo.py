@@ -55,9 +55,8 @@ def test_lines_of_the_evaluation_are_not_in_training() -> None:
 @pytest.mark.parametrize("number", range(8))
 def test_names_of_the_evaluation_occur_nowhere_in_training(number: int) -> None:
     """Every word of a training dialogue that could be a name is on the other side of the split."""
-    unseen = {
-        recall.word.lower() for recall in conversation(2 * number + 1).recalls if recall.unseen
-    }
+    recalls = conversation(2 * number + 1).recalls
+    unseen = {recall.word.lower() for recall in recalls if recall.unseen}
     assert all(map(is_held_out, unseen))
     words = {
         word.strip(".,?!").lower()
@@ -74,9 +73,8 @@ def test_the_corpus_follows_from_its_seed() -> None:
     assert first == again
     for number in range(100):
         talk = conversation(number)
-        assert [message["role"] for message in talk.messages if message["role"] != "system"][
-            :2
-        ] == ["user", "assistant"]
+        roles = [message["role"] for message in talk.messages if message["role"] != "system"]
+        assert roles[:2] == ["user", "assistant"]
         for recall in talk.recalls:
             assert recall.kind in FACTS
             assert recall.word in talk.messages[recall.index]["content"]

@@ -49,23 +49,16 @@ cases = pytest.mark.parametrize(
 
 
 @cases
-def test_the_kinds_of_layers_are_known_without_weights(
+def test_layers_and_the_cost_of_the_cache_are_known_without_weights(
     tmp_path: Path, kind: str, layers: dict[str, int], cost: CacheCost
 ) -> None:
-    """From a config.json alone."""
+    """From a config.json alone. Counted by hand; a window may keep more tokens than it shows."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(kind)))
-    facts = facts_of(*build(tmp_path))
+    model, config = build(tmp_path)
+    facts = facts_of(model, config)
     assert (facts.architecture, facts.layers) == (kind, layers)
     assert (facts.context, facts.context_is_known, facts.vocab) == (512, True, 288)
-
-
-@cases
-def test_the_cost_of_the_cache_is_what_the_architecture_says(
-    kind: str, layers: dict[str, int], cost: CacheCost
-) -> None:
-    """Counted by hand; a window may keep more tokens than it shows."""
-    reckoned = cache_cost(tiny_model(tiny_config(kind)))
-    assert reckoned == cost
+    assert cache_cost(tiny_model(tiny_config(kind))) == cost
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -79,10 +72,8 @@ def test_a_real_entry_holds_what_was_foretold(
     foretold = describe(str(tmp_path)).cache
     list(runner.generate([5] * 300, max_tokens=3, stop_tokens=[]))
     states = sum(cache.nbytes for cache in runner.entry.caches if cache.kind == "recurrent")
-    assert (
-        sum(cache.nbytes for cache in runner.entry.caches) + states
-        == foretold.fixed + foretold.per_token * 1024
-    )
+    whole = sum(cache.nbytes for cache in runner.entry.caches) + states
+    assert whole == foretold.fixed + foretold.per_token * 1024
 
 
 @pytest.mark.parametrize("window", [8, 256, 257, 1000])
@@ -95,36 +86,37 @@ def test_a_window_costs_its_size_once(window: int) -> None:
 
 def test_a_model_that_stays_quantized_is_reckoned_in_its_own_type(tmp_path: Path) -> None:
     """Its cache has the type of its scales."""
-    (tmp_path / "config.json").write_text(
-        json.dumps(tiny_config(torch_dtype="float16", quantization={"bits": 4, "group_size": 32}))
-    )
+    config = tiny_config(torch_dtype="float16", quantization={"bits": 4, "group_size": 32})
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     assert describe(str(tmp_path)).cache == CacheCost(2 * 2 * HEAD // 2, 0)
 
 
+GUESS = (DEFAULT_CONTEXT, False)
+
+
 @pytest.mark.parametrize(
-    ("settings", "context", "is_known"),
+    ("settings", "expected"),
     [
-        ({"max_position_embeddings": 100}, 100, True),
-        ({"max_position_embeddings": None}, DEFAULT_CONTEXT, False),
-        ({"max_position_embeddings": None, "n_positions": 77}, 77, True),
+        ({"max_position_embeddings": 100}, (100, True)),
+        ({"max_position_embeddings": None}, GUESS),
+        ({"max_position_embeddings": None, "n_positions": 77}, (77, True)),
         (
             {"max_position_embeddings": None, "text_config": {"max_position_embeddings": 55}},
-            55,
-            True,
+            (55, True),
         ),
-        ({"max_position_embeddings": 10**30}, DEFAULT_CONTEXT, False),
-        ({"max_position_embeddings": 0, "max_sequence_length": 9}, 9, True),
-        ({"max_position_embeddings": "long"}, DEFAULT_CONTEXT, False),
+        ({"max_position_embeddings": 10**30}, GUESS),
+        ({"max_position_embeddings": 0, "max_sequence_length": 9}, (9, True)),
+        ({"max_position_embeddings": "long"}, GUESS),
     ],
     ids=["named", "nowhere", "another name", "text_config", "endless", "zero", "text"],
 )
 def test_the_context_is_read_or_said_to_be_a_guess(
-    settings: dict[str, Any], context: int, is_known: bool
+    settings: dict[str, Any], expected: tuple[int, bool]
 ) -> None:
     """Under the names that are in use."""
     facts = facts_of(tiny_model(tiny_config()), tiny_config(**settings))
-    assert (facts.context, facts.context_is_known) == (context, is_known)
+    assert (facts.context, facts.context_is_known) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def flip(folder: Path, name: str, place: Callable[[int, int], int]) -> None:
-    """Change a byte of a tensor."""
-    file = folder / "model.safetensors"
-    tensor, content = read_header(file).tensors[name], bytearray(file.read_bytes())
-    content[place(tensor.begin, tensor.begin + tensor.nbytes)] ^= 1
-    file.write_bytes(content)
+Change = Callable[[Path], object]
+
+
+def flip(name: str, place: float) -> Change:
+    """Return a change of a byte of a tensor, from its first one at 0 to its last one at 1."""
+
+    def change(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        tensor, content = read_header(file).tensors[name], bytearray(file.read_bytes())
+        content[tensor.begin + int(place * (tensor.nbytes - 1))] ^= 1
+        file.write_bytes(content)
+
+    return change
+
+
+def settings(name: str, **values: Any) -> Change:
+    return lambda folder: change_json(folder / name, **values)
 
 
 def test_the_same_model_elsewhere_is_the_same(folder: Path, tmp_path: Path) -> None:
@@ -48,46 +60,27 @@ def test_the_same_model_elsewhere_is_the_same(folder: Path, tmp_path: Path) -> N
     assert fingerprint(folder) == fingerprint(tmp_path / "other")
 
 
-CHANGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+CONFIG = "tokenizer_config.json"
+CHANGES: dict[str, tuple[Change, list[str]]] = {
     "a seed": (lambda f: save_model(f, tiny_model(tiny_config(), 1), tiny_config()), ["weights"]),
-    "the first byte of a tensor": (
-        lambda f: flip(f, "model.layers.1.mlp.up_proj.weight", lambda first, last: first),
-        ["weights"],
-    ),
-    "the last byte of a tensor": (
-        lambda f: flip(f, "model.norm.weight", lambda first, last: last - 1),
-        ["weights"],
-    ),
-    "the middle of a tensor": (
-        lambda f: flip(f, "lm_head.weight", lambda first, last: (first + last) // 2),
-        ["weights"],
-    ),
-    "a setting": (lambda f: change_json(f / "config.json", rope_theta=5e5), ["config"]),
-    "the version that wrote it": (
-        lambda f: change_json(f / "config.json", transformers_version="9"),
-        [],
-    ),
-    "the template": (
-        lambda f: change_json(f / "tokenizer_config.json", chat_template="{{ x }}"),
-        ["template"],
-    ),
+    "the first byte of a tensor": (flip("model.layers.1.mlp.up_proj.weight", 0), ["weights"]),
+    "the last byte of a tensor": (flip("model.norm.weight", 1), ["weights"]),
+    "the middle of a tensor": (flip("lm_head.weight", 0.5), ["weights"]),
+    "a setting": (settings("config.json", rope_theta=5e5), ["config"]),
+    "the version that wrote it": (settings("config.json", transformers_version="9"), []),
+    "the template": (settings(CONFIG, chat_template="{{ x }}"), ["template"]),
     "a template in a file": (
         lambda f: (f / "chat_template.jinja").write_text("{{ y }}"),
         ["template"],
     ),
-    "a special token": (
-        lambda f: change_json(f / "tokenizer_config.json", eos_token="<s>"),
-        ["tokenizer"],
-    ),
-    "the vocabulary": (lambda f: change_json(f / "tokenizer.json", version="2.0"), ["tokenizer"]),
+    "a special token": (settings(CONFIG, eos_token="<s>"), ["tokenizer"]),
+    "the vocabulary": (settings("tokenizer.json", version="2.0"), ["tokenizer"]),
     "a tokenizer.model": (lambda f: (f / "tokenizer.model").write_bytes(b"x"), ["tokenizer"]),
 }
 
 
 @pytest.mark.parametrize(("change", "parts"), CHANGES.values(), ids=CHANGES)
-def test_a_change_is_seen_by_its_part(
-    folder: Path, change: Callable[[Path], object], parts: list[str]
-) -> None:
+def test_a_change_is_seen_by_its_part(folder: Path, change: Change, parts: list[str]) -> None:
     """The others stay the same.
 
     The part "kv" is that of the layer caches, and not in a directory.
@@ -99,15 +92,16 @@ def test_a_change_is_seen_by_its_part(
 
 def test_few_bytes_of_the_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 192 for each tensor, however large it is, beside the header."""
-    import os
-
     read: list[int] = []
-    pread = os.pread
-    tensors = len(read_header(folder / "model.safetensors").tensors)
-    begin = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
-    monkeypatch.setattr(
-        os, "pread", lambda fd, n, at: (read.append(n if at >= begin else 0), pread(fd, n, at))[1]
-    )
+    file, pread = folder / "model.safetensors", os.pread
+    tensors = len(read_header(file).tensors)
+    begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+
+    def counted(descriptor: int, length: int, at: int) -> bytes:
+        read.append(length if at >= begin else 0)
+        return pread(descriptor, length, at)
+
+    monkeypatch.setattr(os, "pread", counted)
     fingerprint(folder)
     assert 0 < sum(read) <= 192 * tensors
 
@@ -134,20 +128,17 @@ def test_digests_that_are_stored_stay_valid() -> None:
         "--max-tokens": "64",
     }
     options = {"system": None, "stop": ("a", "b"), "temperature": 0.5, "kv_bits": 8}
-    assert option_parts(options) == {
-        "--stop": '["a", "b"]',
-        "--temperature": "0.5",
-        "--kv-bits": "8",
-    }
+    parts = {"--stop": '["a", "b"]', "--temperature": "0.5", "--kv-bits": "8"}
+    assert option_parts(options) == parts
     assert with_format(DEMO_FILES, [])["kv"] == "ef3d7163ebe93528"
 
 
 def test_the_fingerprint_of_a_loaded_model_stays_valid() -> None:
     """Events of an earlier version hold these: times of equal fingerprints are compared."""
     loaded = load_model("demo")
-    settings = {"context": 512, "prefill_step": 64, "kv_bits": None}
+    given = {"context": 512, "prefill_step": 64, "kv_bits": None}
     weights = tree_flatten(loaded.model.parameters())
-    assert loaded_fingerprint(weights, loaded.facts, settings) == "6dd5cc4b6d9ade4e"
+    assert loaded_fingerprint(weights, loaded.facts, given) == "6dd5cc4b6d9ade4e"
     assert loaded_fingerprint(weights, loaded.facts, {}) != "6dd5cc4b6d9ade4e"
 
 

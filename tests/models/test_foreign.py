@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.models import change_json, error_line, tiny_config, write_model, write_tokenizer
+from support.models import change_json, error_line, tiny_config, write_model
 
 from mlxrunner import ModelError, Runner, cli
 from mlxrunner.loading import plan_model
@@ -21,22 +23,16 @@ from mlxrunner.system.foreign import ForeignError, failures_as_errors, foreign_c
 from mlxrunner.terminal.control import Interrupts, orderly_end
 
 
-def leave() -> None:
-    sys.exit(3)
+def in_a_thread(act: Callable[[], object]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def stop() -> None:
-    raise GeneratorExit
-
-
-@pytest.mark.parametrize("failure", [leave, interrupt, stop])
+@pytest.mark.parametrize("failure", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_an_end_that_code_asks_for_is_an_error(
-    failure: Callable[[], None], in_thread: bool, capfd: pytest.CaptureFixture[str]
+    failure: BaseException, in_thread: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It has what the code said last, and nothing is printed."""
     found: list[BaseException] = []
@@ -46,14 +42,11 @@ def test_an_end_that_code_asks_for_is_an_error(
             with foreign_code():
                 print("first")
                 print("install something")
-                failure()
+                raise failure
         except BaseException as error:
             found.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start() if in_thread else run()
-    if in_thread:
-        thread.join()
+    in_a_thread(run) if in_thread else run()
     assert type(found[0]) is ForeignError
     assert "tried to end the program by" in str(found[0])
     assert str(found[0]).endswith("and said 'install something'")
@@ -100,9 +93,7 @@ def test_other_threads_may_print_where_there_is_no_stdout(monkeypatch: pytest.Mo
             failed.append(error)
 
     with foreign_code():
-        thread = threading.Thread(target=say)
-        thread.start()
-        thread.join()
+        in_a_thread(say)
     assert failed == []
 
 
@@ -110,20 +101,15 @@ def test_what_code_prints_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> N
     """Standard output has answers only. Other threads print as before."""
     with foreign_code():
         print("a note \x1b[1m")
-        other = threading.Thread(target=lambda: print("an answer"))
-        other.start()
-        other.join()
+        in_a_thread(lambda: print("an answer"))
     assert capfd.readouterr() == ("an answer\n", "a note \\x1b[1m\n")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(folder: Path) -> Path:
     """A folder of an OLMo, whose module of mlx-lm prints and calls `sys.exit` at import."""
-    write_tokenizer(tmp_path)
-    write_model(tmp_path / "weights", tokenizer=False)
-    (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config(model_type="olmo")))
-    return tmp_path
+    (folder / "config.json").write_text(json.dumps(tiny_config(model_type="olmo")))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -143,13 +129,7 @@ def test_a_model_that_ends_the_program_is_refused(
 
 def test_one_such_model_does_not_end_the_list(folder: Path, cache_repository: Any) -> None:
     """`models` prints the others, and why this one can't be run."""
-
-    def copied(place: Path) -> None:
-        for file in folder.iterdir():
-            if file.is_file():
-                (place / file.name).write_bytes(file.read_bytes())
-
-    cache_repository("org/olmo", copied)
+    cache_repository("org/olmo", partial(shutil.copytree, folder, dirs_exist_ok=True))
     cache_repository("org/llama", write_model)
     result = CliRunner().invoke(cli.main, ["models"])
     assert result.exit_code == 0, result.output
@@ -171,19 +151,17 @@ def test_code_of_a_model_itself_is_held_to_the_same(tmp_path: Path, place: str) 
     """With trust_remote_code a model may bring any code."""
     write_model(tmp_path)
     change_json(tmp_path / "config.json", model_file="own.py")
-    leaving = {
-        one: "sys.exit(1)" if one == place else "pass" for one in ("import", "build", "forward")
-    }
+    leaving = {place: "sys.exit(1)"}
     (tmp_path / "own.py").write_text(
         "import sys\n"
         "from mlx_lm.models import llama\n"
-        f"{leaving['import']}\n"
+        f"{leaving.get('import', 'pass')}\n"
         "class Model(llama.Model):\n"
         "    def __init__(self, args):\n"
-        f"        {leaving['build']}\n"
+        f"        {leaving.get('build', 'pass')}\n"
         "        super().__init__(args)\n"
         "    def __call__(self, *args, **more):\n"
-        f"        {leaving['forward']}\n"
+        f"        {leaving.get('forward', 'pass')}\n"
         "        return super().__call__(*args, **more)\n"
         "ModelArgs = llama.ModelArgs\n"
     )

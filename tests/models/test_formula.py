@@ -93,22 +93,17 @@ class Reference:
 
     def mlp(self, name: str, x: np.ndarray) -> np.ndarray:
         gate = self.linear(f"{name}.gate_proj", x)
-        return self.linear(
-            f"{name}.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{name}.up_proj", x)
-        )
+        up = self.linear(f"{name}.up_proj", x)
+        return self.linear(f"{name}.down_proj", gate / (1 + np.exp(-gate)) * up)
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         mean = np.mean(x * x, axis=-1, keepdims=True)
-        return (
-            x
-            / np.sqrt(mean + np.float32(self.config["rms_norm_eps"]))
-            * self.weights[f"{name}.weight"]
-        )
+        root = np.sqrt(mean + np.float32(self.config["rms_norm_eps"]))
+        return x / root * self.weights[f"{name}.weight"]
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        return x @ self.weights[f"{name}.weight"].T + self.weights.get(
-            f"{name}.bias", np.float32(0)
-        )
+        bias = self.weights.get(f"{name}.bias", np.float32(0))
+        return x @ self.weights[f"{name}.weight"].T + bias
 
     def heads_of(self, name: str, x: np.ndarray, heads: int) -> np.ndarray:
         """`[heads, n, head_dim]`."""
@@ -128,11 +123,9 @@ class Reference:
             (x[..., 0::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])
         )
         rotated = (first * cos - second * sin, first * sin + second * cos)
-        return (
-            np.stack(rotated, axis=-1).reshape(x.shape)
-            if traditional
-            else np.concatenate(rotated, axis=-1)
-        )
+        if traditional:
+            return np.stack(rotated, axis=-1).reshape(x.shape)
+        return np.concatenate(rotated, axis=-1)
 
 
 def rope_frequencies(config: dict[str, Any], dims: int) -> tuple[np.ndarray, float]:

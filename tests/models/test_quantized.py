@@ -29,17 +29,13 @@ def write_quantized(
     **config: Any,
 ) -> Any:
     """Write a quantized tiny model with its tokenizer; returns the one that stayed in memory."""
-    quantization: dict[str, Any] = {"group_size": group_size, "bits": bits}
     settings = tiny_config(**config)
     model = tiny_model(settings)
     nn.quantize(model, group_size=group_size, bits=bits, class_predicate=predicate)
     # mlx-lm's converter writes both names.
-    save_model(
-        folder,
-        model,
-        settings | {"quantization": quantization, "quantization_config": quantization},
-        shards,
-    )
+    names = ("quantization", "quantization_config")
+    settings |= {name: {"group_size": group_size, "bits": bits} for name in names}
+    save_model(folder, model, settings, shards)
     write_tokenizer(folder)
     return model
 
@@ -75,15 +71,11 @@ def test_a_quantized_directory_generates_what_the_model_in_memory_does(
     """The same weights, bit for bit, and the same greedy answer from the cache."""
     model = write_quantized(tmp_path, **case)
     runner = Runner.load(str(tmp_path), prefill_step=7)
-    expected, loaded = (
-        dict(tree_flatten(model.parameters())),
-        dict(tree_flatten(runner.model.parameters())),
-    )
+    expected, loaded = (dict(tree_flatten(one.parameters())) for one in (model, runner.model))
     assert expected.keys() == loaded.keys()
-    assert all(
-        mx.array_equal(expected[name], loaded[name]) and expected[name].dtype == loaded[name].dtype
-        for name in expected
-    )
+    for name, array in expected.items():
+        assert loaded[name].dtype == array.dtype, name
+        assert mx.array_equal(loaded[name], array), name
     answer = [chunk.token for chunk in runner.generate(PROMPT, max_tokens=12, stop_tokens=[])]
     assert answer == greedy(model, PROMPT, 12)
 

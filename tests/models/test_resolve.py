@@ -93,20 +93,18 @@ def test_an_unreachable_hub_is_an_error(hub_cache: Path, monkeypatch: pytest.Mon
     assert "HF_HUB_OFFLINE" in error_line(ModelError, resolve, "org/name")
 
 
+WANTED = ["config.json", "model.safetensors"]
+OTHERS = ".gitattributes README.md pytorch_model.bin original/params.pth".split()
+
+
 @pytest.mark.parametrize(
     ("write", "listed"),
     [
         (llama, None),
-        (llama, ["config.json", "model.safetensors"]),
-        (
-            llama,
-            (
-                ".gitattributes README.md config.json model.safetensors pytorch_model.bin "
-                "original/params.pth"
-            ).split(),
-        ),
+        (llama, WANTED),
+        (llama, [*WANTED, *OTHERS]),
         # Somebody downloaded less than the patterns ask for; all that is needed is there.
-        (llama, ["config.json", "model.safetensors", "vocab.txt", "extra.json"]),
+        (llama, [*WANTED, "vocab.txt", "extra.json"]),
         (sharded, None),
     ],
     ids=(
@@ -126,9 +124,9 @@ def test_a_cached_repository_is_found_without_a_network(
     [
         (
             sharded_in_part,
-            ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+            ["config.json", *(f"model-0000{n}-of-00002.safetensors" for n in (1, 2))],
         ),
-        (only_config, ["config.json", "model.safetensors"]),
+        (only_config, WANTED),
     ],
     ids=["shard missing", "weights missing"],
 )
@@ -145,17 +143,10 @@ def test_a_download_takes_what_is_needed_and_is_found_again_offline(
     hub: Any, hub_cache: Path, monkeypatch: Any
 ) -> None:
     """No README, no other formats; afterwards not one more request."""
-    hub.files = repository_files(hub_cache.parent / "source") | {
-        "README.md": b"x",
-        "pytorch_model.bin": b"x",
-        "tokenizer.model": b"x",
-    }
+    others = dict.fromkeys(("README.md", "pytorch_model.bin", "tokenizer.model"), b"x")
+    hub.files = repository_files(hub_cache.parent / "source") | others
     folder = resolve("org/name")
-    assert {file.name for file in folder.iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.model",
-    }
+    assert {file.name for file in folder.iterdir()} == {*WANTED, "tokenizer.model"}
     assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
     requests = len(hub.seen)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -163,9 +154,7 @@ def test_a_download_takes_what_is_needed_and_is_found_again_offline(
     assert len(hub.seen) == requests
 
 
-@pytest.mark.parametrize(
-    "listed", [None, ["config.json", "model.safetensors"]], ids=["no tree listing", "tree listing"]
-)
+@pytest.mark.parametrize("listed", [None, WANTED], ids=["no tree listing", "tree listing"])
 def test_an_interrupted_download_is_completed(
     hub: Any, hub_cache: Path, cache_repository: Any, listed: Any
 ) -> None:
@@ -186,10 +175,7 @@ def test_an_interrupted_download_is_completed(
         ((404, {}, b""), "can't be reached: Client error '404"),
         ((429, {}, b""), "can't be reached: 429 Too Many Requests"),
         ((500, {}, b"oops"), "can't be reached: Server error '500"),
-        (
-            (200, {"Content-Type": "text/html"}, b"<html>please log in</html>"),
-            "the download failed",
-        ),
+        ((200, {"Content-Type": "text/html"}, b"<html>please log in</html>"), "download failed"),
         ((200, {}, b"{}"), "the download failed"),
         ((200, {}, b"[]"), "the download failed"),
     ],

@@ -27,13 +27,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "plain": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": LLAMA3 | {"original_max_position_embeddings": 16},
-    "yarn": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 2048,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 NEED_MORE = {
     "deepseek_v2": {"plain"},

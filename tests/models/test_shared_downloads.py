@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def model_hub(hub: Any, source: Path) -> Any:
     return hub
 
 
+def own_part(rank: int, ranks: int = 3, way: Any = "pipeline") -> Any:
+    return sharing(ModelShard(rank, ranks, way))
+
+
+def parameters_of(folder: Path) -> dict[str, mx.array]:
+    found: Any = tree_flatten(unread_model(folder).parameters())
+    return dict(found)
+
+
 def weights_in(names: set[str]) -> set[str]:
     return {name.removeprefix("model-")[:-12] for name in names if name.endswith(".safetensors")}
 
@@ -78,31 +88,28 @@ def test_a_rank_downloads_its_layers(
     rank: int, layers: list[str], model_hub: Any, source: Path
 ) -> None:
     """Its parameters are those that it takes of the whole model."""
-    part = ModelShard(rank, 3, "pipeline")
-    with sharing(part):
+    with own_part(rank):
         folder = resolve("org/name")
         assert weights_in(model_hub.downloaded()) == {"rest", *layers}
         model_hub.seen.clear()
         assert resolve("org/name") == folder
         assert model_hub.seen == []
-        own: Any = tree_flatten(unread_model(folder).parameters())
-        whole: Any = dict(tree_flatten(unread_model(source).parameters()))
-    assert {name for name, _ in own} == whole.keys()
-    for name, array in own:
+        assert_same(parameters_of(folder), parameters_of(source))
+
+
+def assert_same(own: dict[str, mx.array], whole: dict[str, mx.array]) -> None:
+    assert own.keys() == whole.keys()
+    for name, array in own.items():
         assert mx.array_equal(array, whole[name]), name
 
 
 def test_what_is_missing_comes_for_who_needs_it(model_hub: Any) -> None:
     """Another rank of this machine, and then a process that has the model alone."""
-    with sharing(ModelShard(2, 3, "pipeline")):
-        resolve("org/name")
-    with sharing(ModelShard(1, 3, "pipeline")):
+    for rank, layers in ((2, {"rest", "0"}), (1, {"1", "2"}), (None, {"3", "4"})):
         model_hub.seen.clear()
-        resolve("org/name")
-        assert weights_in(model_hub.downloaded()) == {"1", "2"}
-    model_hub.seen.clear()
-    resolve("org/name")
-    assert weights_in(model_hub.downloaded()) == {"3", "4"}
+        with nullcontext() if rank is None else own_part(rank):
+            resolve("org/name")
+        assert weights_in(model_hub.downloaded()) == layers
 
 
 def test_names_of_an_index_are_no_patterns(model_hub: Any, source: Path) -> None:
@@ -111,7 +118,7 @@ def test_names_of_an_index_are_no_patterns(model_hub: Any, source: Path) -> None
     index["weight_map"] |= {"one": "*", "other": "model-*.safetensors", "third": "x.py"}
     model_hub.files["model.safetensors.index.json"] = json.dumps(index).encode()
     model_hub.files["modeling.py"] = b"code"
-    with sharing(ModelShard(2, 3, "pipeline")):
+    with own_part(2):
         folder = resolve("org/name")
         with pytest.raises(ModelError, match="missing: 3 of 5 weight files"):
             unread_model(folder)
@@ -139,7 +146,7 @@ def test_a_rank_says_that_it_waits_for_another_download(
 
 
 def test_every_rank_of_tensors_needs_all_files(model_hub: Any) -> None:
-    with sharing(ModelShard(1, 2, "tensor-parallel")):
+    with own_part(1, 2, "tensor-parallel"):
         resolve("org/name")
     assert weights_in(model_hub.downloaded()) == {"rest", "0", "1", "2", "3", "4"}
 
@@ -152,7 +159,7 @@ def test_a_model_that_cannot_be_shared_is_not_downloaded(
     save(tmp_path / "source", "gemma3_text")
     hub.files = {file.name: file.read_bytes() for file in (tmp_path / "source").iterdir()}
     with (
-        sharing(ModelShard(0, 2, way)),
+        own_part(0, 2, way),
         pytest.raises(ModelError, match="can't share the architecture"),
     ):
         resolve("org/name")
@@ -166,7 +173,7 @@ def test_a_layer_that_is_partly_there(source: Path) -> None:
     moved = {name: array for name, array in weights.items() if ".layers.2.mlp" in name}
     change(source / "model-rest.safetensors", lambda rest: rest | moved)
     (source / "model-2.safetensors").unlink()
-    with sharing(ModelShard(0, 3, "pipeline")):
+    with own_part(0):
         model = unread_model(source)
     assert [layer is None for layer in model.model.layers] == [True, True, True, False, False]
     mx.eval(model.parameters())
@@ -175,14 +182,12 @@ def test_a_layer_that_is_partly_there(source: Path) -> None:
 def test_a_missing_file_is_named(source: Path) -> None:
     """One that this rank needs, and no other one."""
     (source / "model-1.safetensors").unlink()
-    with sharing(ModelShard(0, 3, "pipeline")):
+    with own_part(0):
         unread_model(source)
-    with (
-        sharing(ModelShard(1, 3, "pipeline")),
-        pytest.raises(ModelError, match="missing: 1 of 3") as e,
-    ):
+    said = r"model-1\.safetensors: missing: 1 of 3"
+    with own_part(1), pytest.raises(ModelError, match=said) as error:
         unread_model(source)
-    assert "model-1.safetensors" in one_line(e)
+    one_line(error)
 
 
 def test_a_number_of_a_layer_of_any_length(source: Path) -> None:
@@ -192,7 +197,7 @@ def test_a_number_of_a_layer_of_any_length(source: Path) -> None:
     placed[f"model.layers.{'9' * 5000}.weight"] = "model-9.safetensors"
     index.write_text(json.dumps({"weight_map": placed}))
     for rank in range(3):
-        with sharing(ModelShard(rank, 3, "pipeline")):
+        with own_part(rank):
             mx.eval(unread_model(source).parameters())
 
 
@@ -204,7 +209,7 @@ def test_a_tensor_in_no_file_is_named(source: Path) -> None:
     )
     (source / "model-0.safetensors").unlink()
     said = r"Missing 1 parameters: model\.layers\.4\.self_attn\.q_proj\.weight"
-    with sharing(ModelShard(0, 3, "pipeline")), pytest.raises(ModelError, match=said):
+    with own_part(0), pytest.raises(ModelError, match=said):
         unread_model(source)
 
 
@@ -221,7 +226,7 @@ def test_a_tensor_of_another_shape_is_named(
     if not is_whole:
         (source / "model-0.safetensors").unlink()
     said = f"Expected shape .* for parameter {tensor}"
-    with sharing(ModelShard(0, 3, "pipeline")), pytest.raises(ModelError, match=said) as error:
+    with own_part(0), pytest.raises(ModelError, match=said) as error:
         unread_model(source)
     one_line(error)
 
@@ -232,15 +237,12 @@ def test_a_rank_has_its_files_of_a_model_in_the_format_of_awq(source: Path) -> N
     change_json(source / "config.json", quantization_config=awq_settings)
     for file in source.glob("model-*.safetensors"):
         change(file, awq)
-    part = ModelShard(0, 3, "pipeline")
-    with sharing(part):
-        whole: Any = dict(tree_flatten(unread_model(source).parameters()))
+    with own_part(0):
+        whole = parameters_of(source)
         (source / "model-0.safetensors").unlink()
-        own: Any = dict(tree_flatten(unread_model(source).parameters()))
-    assert own.keys() == whole.keys()
+        own = parameters_of(source)
     assert any(name.endswith("q_proj.biases") for name in own)
-    for name, array in own.items():
-        assert mx.array_equal(array, whole[name]), name
+    assert_same(own, whole)
 
 
 def awq(weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -301,7 +303,7 @@ def test_a_cache_that_ranks_cannot_lock_is_one_line(
         lock.parent.mkdir(parents=True)
         lock.symlink_to("elsewhere") if kind == "a link" else os.mkfifo(lock)
     said = "org/name: can't be downloaded: .*mlxrunner.lock: "
-    with sharing(ModelShard(0, 3, "pipeline")), pytest.raises(ModelError, match=said) as error:
+    with own_part(0), pytest.raises(ModelError, match=said) as error:
         resolve("org/name")
     one_line(error)
     assert model_hub.seen == []

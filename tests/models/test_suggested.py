@@ -17,6 +17,7 @@ from mlxrunner.models.files import MOST_SUGGESTIONS, suggestion_of
 
 DEMO = Path(mlxrunner.__file__).parent / "models" / "demo"
 QWEN = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+GREEDY, KEPT = {"temperature": 0.0}, {"top_k": 64, "top_p": 0.95}
 OWN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
@@ -35,19 +36,15 @@ def written(folder: Path, content: Any) -> Path:
         (QWEN, OWN),
         ({**QWEN, "do_sample": None}, OWN),
         ({**QWEN, "do_sample": False}, {"temperature": 0.0}),
-        ({"do_sample": False, "repetition_penalty": 1.05}, {
-            "temperature": 0.0, "repetition_penalty": 1.05,
-        }),
+        ({"do_sample": False, "repetition_penalty": 1.05}, GREEDY | {"repetition_penalty": 1.05}),
         ({"do_sample": True}, {"temperature": 1.0}),
-        ({"do_sample": True, "top_k": 64, "top_p": 0.95}, {
-            "temperature": 1.0, "top_k": 64, "top_p": 0.95,
-        }),
+        ({"do_sample": True, "top_k": 64, "top_p": 0.95}, {"temperature": 1.0, **KEPT}),
         ({"temperature": 1, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
         ({"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0}, {}),
         ({"temperature": 0.7, "top_k": 0}, {"temperature": 0.7}),
     ],
     ids=str,
-)  # fmt: skip  # a case a line
+)
 def test_sampling_is_read_from_the_file(
     tmp_path: Path, found: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -82,11 +79,11 @@ def test_what_cannot_be_used_is_ignored_and_named(tmp_path: Path, found: Any, pr
     """One line with the file and the value; nothing is suggested."""
     suggestion = suggestion_of(written(tmp_path, found))
     assert suggestion.options == {}
-    assert suggestion.problem is not None
-    assert str(tmp_path / "generation_config.json") in suggestion.problem
-    assert problem in suggestion.problem
-    assert "\n" not in suggestion.problem
-    assert len(suggestion.problem) < 1000
+    problem_line = str(suggestion.problem)
+    assert str(tmp_path / "generation_config.json") in problem_line
+    assert problem in problem_line
+    assert "\n" not in problem_line
+    assert len(problem_line) < 1000
 
 
 def test_good_values_hold_beside_a_bad_one(tmp_path: Path) -> None:
@@ -139,9 +136,7 @@ def stopping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model, whose file asks for a stop text."""
     folder = tmp_path_factory.mktemp("stopping") / "demo"
     shutil.copytree(DEMO, folder)
-    given = {"eos_token_id": [2], "stop_strings": [" is", 5, ""]}
-    (folder / "generation_config.json").write_text(json.dumps(given))
-    return folder
+    return written(folder, {"eos_token_id": [2], "stop_strings": [" is", 5, ""]})
 
 
 def test_stop_strings_end_every_answer(stopping: Path) -> None:
@@ -155,28 +150,23 @@ def test_stop_strings_end_every_answer(stopping: Path) -> None:
         assert runner.complete(NAME).text == "Your name"
 
 
-def test_a_stop_string_that_is_no_text_is_named(stopping: Path) -> None:
-    """The others count."""
-    assert "stop_strings: [' is', 5, ''] is not a list of texts" in str(
-        suggestion_of(stopping).problem
-    )
-
-
-def test_too_many_stop_strings_are_cut_off_and_named(tmp_path: Path) -> None:
-    """Each new token is compared with all of them."""
+def test_stop_strings_that_cannot_be_used_are_named(stopping: Path, tmp_path: Path) -> None:
+    """The others count. Each new token is compared with all of them, so they are few."""
+    problem = "stop_strings: [' is', 5, ''] is not a list of texts"
+    assert problem in str(suggestion_of(stopping).problem)
     texts = [f"end {number}" for number in range(10_000)]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": texts}))
-    suggestion = suggestion_of(tmp_path)
+    suggestion = suggestion_of(written(tmp_path, {"stop_strings": texts}))
     assert suggestion.stops == tuple(texts[:64])
     assert "stop_strings: all but the first 64 of 10,000 texts" in str(suggestion.problem)
 
 
 def test_show_prints_the_ends(stopping: Path) -> None:
     """Tokens with their ids and texts, and the files that name them."""
-    shown = CliRunner().invoke(cli.main, ["show", str(stopping)]).output
+    shown, listed = (
+        CliRunner().invoke(cli.main, ["show", str(stopping), *more]).output
+        for more in ([], ["--json"])
+    )
     assert "<|im_end|> (4: config.json, tokenizer_config.json, chat template)" in shown
     assert "' is' (generation_config.json)" in shown
-    ends = json.loads(CliRunner().invoke(cli.main, ["show", str(stopping), "--json"]).output)[
-        "ends"
-    ]
-    assert {"text": " is", "token": None, "places": ["generation_config.json"]} in ends
+    end = {"text": " is", "token": None, "places": ["generation_config.json"]}
+    assert end in json.loads(listed)["ends"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,8 @@ def test_whole_weight_files_pass_in_order(tmp_path: Path) -> None:
     write_model(tmp_path / "one", tokenizer=False)
     assert check_weights(tmp_path / "one") == [tmp_path / "one" / "model.safetensors"]
     save_model(tmp_path / "three", tiny_model(tiny_config()), tiny_config(), shards=3)
-    assert [file.name for file in check_weights(tmp_path / "three")] == [
-        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
-    ]
+    shards = [tmp_path / "three" / f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert check_weights(tmp_path / "three") == shards
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 7, 8, 9, 100, -1000, -1])
@@ -110,37 +109,24 @@ def test_a_directory_without_weights_says_which_are_needed(
     assert f"{tmp_path}: no weights: no model*.safetensors" in said
 
 
-def drop_first(folder: Path) -> Path:
-    file = folder / "model-00001-of-00003.safetensors"
-    file.unlink()
-    return file
-
-
-def cut_last(folder: Path) -> Path:
-    file = folder / "model-00003-of-00003.safetensors"
-    file.write_bytes(file.read_bytes()[:-5])
-    return file
-
-
-@pytest.mark.parametrize("damage", [drop_first, cut_last])
-def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], Path]) -> None:
+@pytest.mark.parametrize(("number", "kept"), [(1, None), (3, -5)], ids=["missing", "cut off"])
+def test_a_damaged_shard_is_named(tmp_path: Path, number: int, kept: int | None) -> None:
     """The shard, not the index."""
     save_model(tmp_path, tiny_model(tiny_config()), tiny_config(), shards=3)
-    file = damage(tmp_path)
+    file = tmp_path / f"model-0000{number}-of-00003.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    if kept is not None:
+        file.write_bytes(content[:kept])
     assert error_line(ModelError, check_weights, tmp_path).startswith(f"{file}: ")
+
+
+NUMBER = '{"weight_map": {"a": 1, "b": "c"}}'
 
 
 @pytest.mark.parametrize(
     "content",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"weight_map": []}',
-        '{"weight_map": {"a": 1, "b": "c"}}',
-        "[" * 100_000,
-    ],
+    ["", "{", "[]", "{}", '{"weight_map": []}', NUMBER, "[" * 100_000],
     ids=["empty", "cut off", "list", "no map", "map is a list", "a number", "too deep"],
 )
 def test_a_broken_index_is_named(tmp_path: Path, weights: bytes, content: str) -> None:
@@ -170,13 +156,17 @@ def write_index(folder: Path, placed: dict[str, str]) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "model"
+
+
 def whole(folder: Path) -> dict[str, mx.array]:
     """Write config.json of a tiny model, and return its weights."""
     config = tiny_config(num_hidden_layers=1)
-    model = tiny_model(config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    return dict(tree_flatten(model.parameters()))
+    return dict(tree_flatten(tiny_model(config).parameters()))
 
 
 def is_loaded(folder: Path, weights: dict[str, mx.array]) -> bool:
@@ -232,19 +222,17 @@ def test_the_index_decides_which_files_are_read(
 )
 @pytest.mark.parametrize("absent", ["model-00001-of-00005.safetensors", "pytorch_model.bin"])
 def test_whole_weights_beside_a_stale_index_are_read(
-    tmp_path: Path, names: list[str], absent: str
+    folder: Path, names: list[str], absent: str
 ) -> None:
     """The index is of files that were there before a conversion."""
-    folder = tmp_path / "model"
     weights = whole(folder)
     split(weights, folder, names)
     write_index(folder, dict.fromkeys([*weights, "of.the.original"], absent))
     assert is_loaded(folder, weights)
 
 
-def test_weights_in_part_are_no_whole_ones(tmp_path: Path) -> None:
+def test_weights_in_part_are_no_whole_ones(folder: Path) -> None:
     """A file that has every tensor of the index is read; one that lacks some is not."""
-    folder = tmp_path / "model"
     weights = whole(folder)
     placed = split(weights, folder, NAMES[1:3])
     write_index(folder, placed)
@@ -260,19 +248,14 @@ def test_weights_in_part_are_no_whole_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_index", [True, False])
-def test_a_tensor_that_two_files_have_is_an_error(tmp_path: Path, has_index: bool) -> None:
+def test_a_tensor_that_two_files_have_is_an_error(folder: Path, has_index: bool) -> None:
     """The message names both files and the tensor."""
-    folder = tmp_path / "model"
     weights = whole(folder)
     names = ["model-a.safetensors", "model-b.safetensors"]
     placed = split(weights, folder, names)
     tensor = next(iter(weights))
-    split(
-        {name: weights[name] for name in weights if placed[name] == names[1]}
-        | {tensor: weights[tensor]},
-        folder,
-        names[1:],
-    )
+    second = {name for name in weights if placed[name] == names[1]} | {tensor}
+    split({name: weights[name] for name in second}, folder, names[1:])
     if has_index:
         write_index(folder, placed)
     said = error_line(ModelError, check_weights, folder)
@@ -282,20 +265,18 @@ def test_a_tensor_that_two_files_have_is_an_error(tmp_path: Path, has_index: boo
 @pytest.mark.parametrize(
     "file", ["../model.safetensors", "/model.safetensors", "a/../../x.safetensors", ".."]
 )
-def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, file: str) -> None:
+def test_an_index_that_leads_out_of_the_folder_is_refused(folder: Path, file: str) -> None:
     """Also beside a whole file, because such an index is not of this model."""
-    folder = tmp_path / "model"
     weights = whole(folder)
     split(weights, folder, ["model.safetensors"])
-    split(weights, tmp_path, ["model.safetensors"])
+    split(weights, folder.parent, ["model.safetensors"])
     write_index(folder, dict.fromkeys(weights, file))
     said = error_line(ModelError, check_weights, folder)
     assert f"names {file!r}, which is not a file in this folder" in said
 
 
-def test_numbered_files_without_an_index_are_all_there(tmp_path: Path) -> None:
+def test_numbered_files_without_an_index_are_all_there(folder: Path) -> None:
     """The numbers say what a broken download lacks. An empty index says nothing."""
-    folder = tmp_path / "model"
     weights = whole(folder)
     split(weights, folder, NAMES[1:3])
     assert is_loaded(folder, weights)
