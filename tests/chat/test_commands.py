@@ -50,82 +50,70 @@ def test_help_has_every_command(do: Do) -> None:
         assert command.help
 
 
+MEANT = {"stat": "stats", "stats2": "stats", "info": "show", "usage": "stats", "reset": "clear"}
+MEANT |= {"exi": "exit", "temperature 0.8": "set temperature VALUE"}
+MEANT |= {"exi": "exit", "temperature": "set temperature VALUE"}
+MEANT |= {"exi": "exit"}
+QUOTED = 'takes no argument; """ around a text sends it unchanged'
+ERRORS = [
+    *(
+        (f"/{one}", f"no such command: /{one.split()[0]} (did you mean /{meant}? /help lists them)")
+        for one, meant in MEANT.items()
+    ),
+    ("/x-y_z", "no such command: /x-y_z (/help lists them)"),
+    ("/clear the table please", f"/clear {QUOTED}"),
+    ("/exit now", f"/exit {QUOTED}"),
+    (
+        "/set system Be brief.",
+        "the system prompt is not a setting: /system Be brief. sets it",
+    ),
+    ("/undo x", "'x' is not a whole number between 1 and 999999999"),
+    ("/undo 0", "'0' is not a whole number between 1 and 999999999"),
+    (f"/undo {'1' * 5000}", f"'{'1' * 20}' is not a whole number between 1 and 999999999"),
+    ("/edit 1", "there is nothing to edit yet"),
+    ("/retry", "there is no answer to repeat"),
+    ("/switch", "there is no branch '': there is only main"),
+    ("/branch two words", "'two words' can't be the name of a branch: use one word"),
+    ("/branch main", "branch main exists already: /switch main opens it"),
+    ("/copy", "there is no answer to copy yet"),
+    ("/file -d a.txt", "a.txt is not attached to the next message: /file lists the attached ones"),
+    ("/file nowhere.txt", "nowhere.txt: no such file"),
+    ("/file /dev/zero", "/dev/zero: is a device, not a regular file"),
+    ("/file /", "/: is a directory, not a regular file"),
+    ("/export", "/export FILE: which file? FILE.json for JSON, anything else is Markdown"),
+    ("/set nonsense 3", "there is no setting nonsense: there are max_tokens"),
+    ("/set temprature 1", "there is no setting temprature: did you mean 'temperature'?"),
+    ("/set nothink", "there is no setting nothink: /think off turns thinking off"),
+    ("/show info", "/show info: N is the number of a message; /show alone shows model"),
+    ("/set temperature warm", "temperature: 'warm' is not a number"),
+    ("/set top_k 1.5", "top_k: '1.5' is not a whole number"),
+    ("/set top_p 3", "top_p: 3.0 is out of range, it has to be between 0 and 1"),
+    (
+        "/set overflow sideways",
+        "overflow: 'sideways' is not known, it has to be one of stop, shift, error",
+    ),
+    (
+        "/set history perfect",
+        "history: 'perfect' is not known, it has to be one of exact, template",
+    ),
+    ("/set context 1", "context: 1 is out of range"),
+    ("/set stop [1", "stop: [1 is not readable as JSON"),
+    ("/set stop [1]", "stop: each stop string has to be a text"),
+    ("/model nowhere", "nowhere: no such model"),
+    ("/think hard", "/think hard: must be show, hide, on or off"),
+    ("/think on", "this model's template has no switch for thinking"),
+]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/stat", "error: no such command: /stat (did you mean /stats? /help lists them)"),
-        ("/stats2", "error: no such command: /stats2 (did you mean /stats? /help lists them)"),
-        ("/info", "error: no such command: /info (did you mean /show? /help lists them)"),
-        ("/usage", "error: no such command: /usage (did you mean /stats? /help lists them)"),
-        ("/reset", "error: no such command: /reset (did you mean /clear? /help lists them)"),
-        (
-            "/temperature 0.8",
-            "error: no such command: /temperature (did you mean /set temperature VALUE? /help "
-            "lists them)",
-        ),
-        ("/exi", "error: no such command: /exi (did you mean /exit? /help lists them)"),
-        ("/x-y_z", "error: no such command: /x-y_z (/help lists them)"),
-        (
-            "/clear the table please",
-            'error: /clear takes no argument; """ around a text sends it unchanged',
-        ),
-        (
-            "/set system Be brief.",
-            "error: the system prompt is not a setting: /system Be brief. sets it",
-        ),
+        *((line, f"error: {said}") for line, said in ERRORS),
         ('/system ""', "system prompt: (none)"),
         ("/set parameter top_k 7", "top_k = 7"),
-        ("/undo x", "error: 'x' is not a whole number between 1 and 999999999"),
-        ("/undo 0", "error: '0' is not a whole number between 1 and 999999999"),
-        (
-            "/undo " + "1" * 5000,
-            "error: '11111111111111111111' is not a whole number between 1 and 999999999",
-        ),
-        ("/edit 1", "error: there is nothing to edit yet"),
-        ("/retry", "error: there is no answer to repeat"),
-        ("/switch", "error: there is no branch '': there is only main"),
-        (
-            "/branch two words",
-            "error: 'two words' can't be the name of a branch: use one word",
-        ),
-        ("/branch main", "error: branch main exists already: /switch main opens it"),
         ("/stats", "no turn yet"),
         ("/explain", "no turn yet"),
-        ("/copy", "error: there is no answer to copy yet"),
         ("/file", "no file is attached to the next message"),
-        (
-            "/file -d a.txt",
-            "error: a.txt is not attached to the next message: /file lists the attached ones",
-        ),
-        ("/file nowhere.txt", "error: nowhere.txt: no such file"),
-        ("/file /dev/zero", "error: /dev/zero: is a device, not a regular file"),
-        ("/file /", "error: /: is a directory, not a regular file"),
-        (
-            "/export",
-            "error: /export FILE: which file? FILE.json for JSON, anything else is Markdown",
-        ),
-        ("/set nonsense 3", "error: there is no setting nonsense: there are max_tokens"),
-        ("/set temprature 1", "error: there is no setting temprature: did you mean 'temperature'?"),
-        ("/set nothink", "error: there is no setting nothink: /think off turns thinking off"),
-        ("/show info", "error: /show info: N is the number of a message; /show alone shows model"),
-        ("/exit now", 'error: /exit takes no argument; """ around a text sends it unchanged'),
-        ("/set temperature warm", "error: temperature: 'warm' is not a number"),
-        ("/set top_k 1.5", "error: top_k: '1.5' is not a whole number"),
-        ("/set top_p 3", "error: top_p: 3.0 is out of range, it has to be between 0 and 1"),
-        (
-            "/set overflow sideways",
-            "error: overflow: 'sideways' is not known, it has to be one of stop, shift, error",
-        ),
-        (
-            "/set history perfect",
-            "error: history: 'perfect' is not known, it has to be one of exact, template",
-        ),
-        ("/set context 1", "error: context: 1 is out of range"),
-        ("/set stop [1", "error: stop: [1 is not readable as JSON"),
-        ("/set stop [1]", "error: stop: each stop string has to be a text"),
-        ("/model nowhere", "error: nowhere: no such model"),
-        ("/think hard", "error: /think hard: must be show, hide, on or off"),
-        ("/think on", "error: this model's template has no switch for thinking"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(do: Do, line: str, said: str) -> None:
@@ -136,20 +124,10 @@ def test_what_cannot_be_done_is_one_line(do: Do, line: str, said: str) -> None:
     assert lines[1].startswith(said)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "/usr/bin",
-        "/* a comment */",
-        "//",
-        "/etc/hosts is a file",
-        "1/2",
-        '"""/clear"""',
-        "",
-        "/etc\npasswd",
-        " /a\n/b",
-    ],
-)
+NO_COMMANDS = ["/usr/bin", "/* a comment */", "//", "/etc/hosts is a file", "1/2", '"""/clear"""']
+
+
+@pytest.mark.parametrize("text", [*NO_COMMANDS, "", "/etc\npasswd", " /a\n/b"])
 def test_what_is_no_command_is_a_text(text: str) -> None:
     """A slash and letters, digits, - and _ are one; a path, or what is quoted, is not."""
     assert TABLE.parse(text) is None

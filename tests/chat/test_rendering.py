@@ -36,31 +36,17 @@ class Template(ByteTokenizer):
 
     def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
-        shown = [
-            {
-                **m,
-                "content": m["content"].split("</think>")[-1].strip()
-                if i < last
-                else m["content"].strip(),
-            }
-            if m["role"] == "assistant"
-            else m
-            for i, m in enumerate(messages)
-        ]
-        text = super().render(
-            shown,  # type: ignore[arg-type]
-            add_generation_prompt=add_generation_prompt,
-        )
-        opening = "<think>\n" if self.opens and add_generation_prompt else ""
-        return (
-            text
-            + opening
-            + (
-                "\n</think>\n\n"
-                if add_generation_prompt and variables.get("enable_thinking") is False
-                else ""
-            )
-        )
+        shown: list[Any] = []
+        for number, message in enumerate(messages):
+            content = message["content"]
+            if message["role"] == "assistant":
+                content = (content.split("</think>")[-1] if number < last else content).strip()
+            shown.append({**message, "content": content})
+        text = super().render(shown, add_generation_prompt=add_generation_prompt)
+        if not add_generation_prompt:
+            return text
+        closing = "\n</think>\n\n" * (variables.get("enable_thinking") is False)
+        return text + "<think>\n" * self.opens + closing
 
 
 def talk(tokenizer: ByteTokenizer | None = None, **options: Any) -> tuple[Conversation, Script]:
@@ -92,28 +78,21 @@ def test_thinking_is_left_out_while_the_user_reads(opens: bool) -> None:
     This holds where the template leaves the thinking out.
     """
     conversation, script = talk(Template(opens))
-    say(
-        conversation,
-        script,
-        "first",
-        ("" if opens else "<think>") + "hmm, what is that?</think>\n\nAn answer.",
-    )
+    begin = "" if opens else "<think>"
+    say(conversation, script, "first", f"{begin}hmm, what is that?</think>\n\nAn answer.")
     evaluate_while_reading(conversation)
-    entry = conversation.runner.entry
-    seen = conversation.runner.tokenizer.decode(list(entry.tokens))
+    entry, tokenizer = conversation.runner.entry, conversation.runner.tokenizer
+    seen = tokenizer.decode(list(entry.tokens))
     assert seen == "user: first\x1eassistant: An answer.\x1euser: "
     assert is_spelled(conversation)
     before = len(entry.tokens)
-    say(conversation, script, "second", ("" if opens else "<think>") + "again</think>\n\nAnother.")
+    say(conversation, script, "second", f"{begin}again</think>\n\nAnother.")
     usage = conversation.usages[-1]
     assert usage.cached_tokens == before
-    assert usage.evaluated_tokens == len("second\x1eassistant: ") + (
-        len("<think>\n") if opens else 0
-    )
+    opening = "<think>\n" if opens else ""
+    assert usage.evaluated_tokens == len(f"second\x1eassistant: {opening}")
     say(conversation, script, "third", "Without thinking.")
-    rendered = conversation.runner.tokenizer.render(
-        [*conversation.messages, {"role": "user", "content": "fourth"}]
-    )
+    rendered = tokenizer.render([*conversation.messages, {"role": "user", "content": "fourth"}])
     assert rendered.startswith(conversation.history.rendering.text.removesuffix("\x1e"))
     assert "think>" not in conversation.history.rendering.text
 
@@ -139,11 +118,8 @@ class Harmony(ByteTokenizer):
 def test_thinking_that_is_a_message_of_its_own_is_left_out_too() -> None:
     """The template is given the answer proper, every turn goes on, and each is a full hit."""
     conversation, script = talk(Harmony())
-    analysis, end, final = (
-        "<|channel|>analysis<|message|>",
-        "<|end|><|start|>assistant",
-        "<|channel|>final<|message|>",
-    )
+    analysis, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+    final, user = "<|channel|>final<|message|>", "<|start|>user<|message|>"
     evaluated = 0
     for number, thought in enumerate((f"{analysis}hmm{end}", "", f"{analysis}x{end}")):
         say(conversation, script, f"question {number}", f"{thought}{final}Answer {number}.")
@@ -152,25 +128,16 @@ def test_thinking_that_is_a_message_of_its_own_is_left_out_too() -> None:
         evaluated = len(conversation.runner.entry.tokens)
         assert is_spelled(conversation)
     seen = conversation.runner.tokenizer.decode(list(conversation.runner.entry.tokens))
-    turns = [
-        f"<|start|>user<|message|>question {n}<|end|><|start|>assistant{final}Answer {n}.<|end|>"
-        for n in range(3)
-    ]
-    assert seen == "".join(turns) + "<|start|>user<|message|>"
-    assert [message["content"] for message in conversation.messages[1::2]] == [
-        "Answer 0.",
-        "Answer 1.",
-        "Answer 2.",
-    ]
+    turns = [f"{user}question {n}{end}{final}Answer {n}.<|end|>" for n in range(3)]
+    assert seen == "".join(turns) + user
+    answers = [message["content"] for message in conversation.messages[1::2]]
+    assert answers == [f"Answer {n}." for n in range(3)]
     drift = conversation.drift()
     assert drift is not None
     assert drift.kind == "none"
     conversation.answer_with(1, "Changed.")
-    assert (
-        conversation.history.rendering.text
-        == "".join([turns[0], turns[1].replace("Answer 1.", "Changed.")])
-        + "<|start|>user<|message|>"
-    )
+    changed = turns[0] + turns[1].replace("Answer 1.", "Changed.") + user
+    assert conversation.history.rendering.text == changed
 
 
 def test_thinking_is_kept_on_demand() -> None:
@@ -196,16 +163,14 @@ def test_exact_keeps_what_was_evaluated_and_says_how_it_differs() -> None:
     say(conversation, script, "first", "  An answer.  ")
     say(conversation, script, "second", "Good.")
     usage = conversation.usages[-1]
-    assert usage.outcome == "hit"
-    assert usage.cache.trimmed_tokens == 0
+    assert (usage.outcome, usage.cache.trimmed_tokens) == ("hit", 0)
     assert usage.evaluated_tokens == len("user: second\x1eassistant: ")
     drift = conversation.drift()
     assert drift is not None
     assert (drift.kind, drift.evaluated - drift.template) == ("whitespace", 4)
-    assert (
-        str(drift) == f"different white space, after {drift.at} tokens: "
-        f"{drift.evaluated - drift.at} were evaluated, the template has "
-        f"{drift.template - drift.at}"
+    assert str(drift) == (
+        f"different white space, after {drift.at} tokens: {drift.evaluated - drift.at} were "
+        f"evaluated, the template has {drift.template - drift.at}"
     )
     assert is_spelled(conversation)
 
@@ -217,13 +182,9 @@ def test_template_evaluates_from_the_difference() -> None:
     say(conversation, script, "second", "Good.")
     usage = conversation.usages[-1]
     assert usage.cache.trimmed_tokens > 0
-    assert (
-        conversation.history.rendering.text
-        == "user: first\x1eassistant: An answer.\x1euser: second\x1eassistant: Good.\x1e"
-    )
-    assert conversation.drift() == TemplateDrift(
-        "none", usage.prompt_tokens + 6, usage.prompt_tokens + 6, usage.prompt_tokens + 6
-    )
+    text = "user: first\x1eassistant: An answer.\x1euser: second\x1eassistant: Good.\x1e"
+    assert conversation.history.rendering.text == text
+    assert conversation.drift() == TemplateDrift("none", *[usage.prompt_tokens + 6] * 3)
 
 
 def test_other_tokens_of_the_same_text_are_a_drift_that_exact_keeps() -> None:
@@ -254,21 +215,15 @@ def test_a_draft_is_the_beginning_of_what_is_sent() -> None:
 
 def test_typing_ahead_leaves_only_the_last_tokens() -> None:
     """Typed text is in the entry when it is sent, and the answers are those without it."""
-    runner = Runner.load("demo", reserve=False)
-    limit = {"max_tokens": 20}
     ahead, plain = (
-        Conversation(runner, options=limit),
-        Conversation(Runner.load("demo", reserve=False), options=limit),
+        Conversation(Runner.load("demo", reserve=False), options={"max_tokens": 20})
+        for _ in range(2)
     )
     for text in ("My name is Ana and I have a very good dog.", "What is my name?"):
-        for end in range(0, len(text) + 1, 7):
+        for end in (*range(0, len(text) + 1, 7), len(text)):
             ahead.evaluate(text[:end], lambda: False)
-        ahead.evaluate(text, lambda: False)
-        answers = [
-            "".join(chunk.text for chunk in conversation.send(text))
-            for conversation in (ahead, plain)
-        ]
-        assert answers[0] == answers[1]
+        typed, asked = ("".join(chunk.text for chunk in one.send(text)) for one in (ahead, plain))
+        assert typed == asked
         assert ahead.usages[-1].evaluated_tokens <= 16
         assert ahead.usages[-1].cache.prefetched_tokens > 0
         assert ahead.history.rendering == plain.history.rendering
@@ -280,16 +235,13 @@ def test_going_back_keeps_the_tokens_before() -> None:
     for number in range(4):
         say(conversation, script, f"question {number}", f" answer {number} ")
     spelled = conversation.history.rendering
-    entry = list(conversation.runner.entry.tokens)
+    entry = tuple(conversation.runner.entry.tokens)
     taken = conversation.undo(2)
     assert [turn.user for turn in taken] == ["question 2", "question 3"]
     mark = conversation.history.turns[-1].ends
     assert mark is not None
-    assert (
-        conversation.history.rendering.tokens
-        == spelled.tokens[: mark.tokens]
-        == tuple(entry[: mark.tokens])
-    )
+    left = conversation.history.rendering.tokens
+    assert left == spelled.tokens[: mark.tokens] == entry[: mark.tokens]
     assert conversation.outlook().cached == conversation.outlook().tokens
     conversation.answer_with(0, "changed")
     assert [turn.answer for turn in conversation.history.turns] == ["changed"]

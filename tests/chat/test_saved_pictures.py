@@ -141,26 +141,12 @@ def test_random_chats_go_on_as_cold(seed: int, pictures: list[Path], tmp_path: P
 
 def damaged(pictures: Any, drawn: random.Random) -> Any:
     """Return what stands in place of the pictures of a stored entry."""
-    digest, numbers = next(iter(pictures.items()))
-    return drawn.choice(
-        [
-            {},
-            [],
-            7,
-            {digest: 5},
-            {digest: []},
-            {digest: [numbers[0], numbers[1] - 1]},
-            {digest: [numbers[0], numbers[1], 1, 1, 1]},
-            {digest: [numbers[0] + 1, numbers[1]]},
-            {digest: [-numbers[0], numbers[1]]},
-            {digest: [numbers[0], 2**40]},
-            {digest: [float(numbers[0]), numbers[1]]},
-            {"zz": numbers},
-            {digest: numbers, "00" * 32: [numbers[0] + 1, 3]},
-            {"11" * 32: numbers},
-            {digest: [numbers[0], numbers[1], numbers[1]]},
-        ]
-    )
+    digest, (begin, width, *_) = next(iter(pictures.items()))
+    numbers = pictures[digest]
+    wrong: list[Any] = [5, [], [begin, width - 1], [begin, width, 1, 1, 1], [begin + 1, width]]
+    wrong += [[-begin, width], [begin, 2**40], [float(begin), width], [begin, width, width]]
+    others = [{"zz": numbers}, {digest: numbers, "00" * 32: [begin + 1, 3]}, {"11" * 32: numbers}]
+    return drawn.choice([{}, [], 7, *others, *({digest: one} for one in wrong)])
 
 
 @pytest.mark.parametrize("seed", range(15))

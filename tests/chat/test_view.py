@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from typing import Any
 
 import pyte
 import pytest
@@ -44,6 +45,22 @@ def pieces(text: str, length: int) -> Iterator[str]:
     return (text[at : at + length] for at in range(0, len(text), length))
 
 
+def view(width: int = 60, **more: Any) -> tuple[StreamedMarkdown, io.StringIO]:
+    """Return a view, and what it writes."""
+    out = io.StringIO()
+    return StreamedMarkdown(Console(file=out, width=width, **more)), out
+
+
+def shown(text: str, length: int = 10_000, **more: Any) -> str:
+    """Return what a view writes for a text that comes in pieces."""
+    found, out = view(**more)
+    for piece in pieces(text, length):
+        found.write(piece)
+        found._cost = 0.0
+    found.close()
+    return out.getvalue()
+
+
 def drawn(
     text: str, size: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
@@ -51,19 +68,10 @@ def drawn(
     monkeypatch.setattr("mlxrunner.chat.view.REDRAW_S", 0.0)
     screen = pyte.HistoryScreen(*size, history=5000, ratio=1)
     screen.set_mode(pyte.modes.LNM)  # a file knows no terminal driver that would do it
-    stream = pyte.Stream(screen)
-    out = io.StringIO()
-    view = StreamedMarkdown(
-        Console(
-            file=out, force_terminal=True, width=size[0], height=size[1], color_system="standard"
-        )
-    )
-    for piece in pieces(text, length):
-        view.write(piece)
-        view._cost = 0.0
-    view.close()
-    stream.feed(out.getvalue())
-    gone = ["".join(line[x].data for x in range(size[0])).rstrip() for line in screen.history.top]
+    width, height = size
+    more: Any = {"force_terminal": True, "color_system": "standard"}
+    pyte.Stream(screen).feed(shown(text, length, width=width, height=height, **more))
+    gone = ["".join(line[x].data for x in range(width)).rstrip() for line in screen.history.top]
     return "\n".join([*gone, *(line.rstrip() for line in screen.display)]).rstrip().split("\n")
 
 
@@ -73,24 +81,24 @@ def test_streamed_markdown_ends_as_markdown_drawn_at_once(
     size: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawing in pieces ends like drawing at once, on any screen, with nothing left over."""
-    assert drawn(TEXT, size, length, monkeypatch) == drawn(
-        TEXT, (size[0], 200), 10_000, monkeypatch
-    )
+    at_once = drawn(TEXT, (size[0], 200), 10_000, monkeypatch)
+    assert drawn(TEXT, size, length, monkeypatch) == at_once
 
 
 def test_markdown_shows_everything_that_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Angle brackets, addresses of links, references, line ends."""
-    lines = drawn(TEXT + "\n[1]: http://example.org/reference\n", (80, 60), 5, monkeypatch)
-    text = "\n".join(lines)
-    for part in (
+    reference = "http://example.org/reference"
+    lines = drawn(f"{TEXT}\n[1]: {reference}\n", (80, 60), 5, monkeypatch)
+    parts = (
         "<div> & x < y",
         "http://example.org/x",
-        "http://example.org/reference",
+        reference,
         'return "<b>" + x',
         " • one",
         "日本",
-    ):
-        assert part in text
+    )
+    text = "\n".join(lines)
+    assert [part for part in parts if part not in text] == []
     assert "Some words with code, strong ones" in lines
     assert "and a line of its own. <div> & x < y" in lines
     assert lines[lines.index(" • one") - 2 :][:2] == ["and a line of its own. <div> & x < y", ""]
@@ -114,20 +122,18 @@ def test_an_image_shows_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         "a{}b",
         "**a{}b**",
+        "# a{}b",
         "[a{}b](http://x.org/{})",
         "![a{}b](x{})",
         "| a{}b |\n|---|\n| c |",
-        "# a{}b",
     ],
 )
 def test_an_entity_cannot_hide_or_reorder_text(text: str, entity: str) -> None:
     """Wherever it stands; so does an address."""
-    out = io.StringIO()
-    view = StreamedMarkdown(Console(file=out, force_terminal=False, width=200))
-    view.write(text.replace("{}", entity) + " <http://x.org/%E2%80%AE>")
-    view.close()
-    assert out.getvalue() == visible(out.getvalue())
-    assert "a\\" in out.getvalue() or "a&" in out.getvalue()
+    asked = text.replace("{}", entity) + " <http://x.org/%E2%80%AE>"
+    found = shown(asked, force_terminal=False, width=200)
+    assert found == visible(found)
+    assert "a\\" in found or "a&" in found
 
 
 def test_a_block_that_is_higher_than_the_screen_is_whole_at_its_end(
@@ -144,13 +150,11 @@ def test_a_block_that_is_higher_than_the_screen_is_whole_at_its_end(
 
 def test_headings_and_code_are_copied_without_padding() -> None:
     """A heading is at the margin, and code has its own indentation only, in colours or not."""
+    text = "# One\n\n## Two\n\n```python\ndef f():\n    return 1\n```\n"
     for system in (None, "truecolor"):
-        console = Console(force_terminal=True, width=60, color_system=system, file=io.StringIO())
-        view = StreamedMarkdown(console)
-        view.write("# One\n\n## Two\n\n```python\ndef f():\n    return 1\n```\n")
-        view.close()
         screen = pyte.Screen(60, 20)
-        pyte.Stream(screen).feed(console.file.getvalue().replace("\n", "\r\n"))
+        found = shown(text, force_terminal=True, color_system=system)
+        pyte.Stream(screen).feed(found.replace("\n", "\r\n"))
         lines = [line.rstrip() for line in screen.display if line.strip()]
         assert lines == ["One", "Two", "def f():", "    return 1"]
         cells = [cell for row in screen.buffer.values() for cell in row.values()]
@@ -159,11 +163,7 @@ def test_headings_and_code_are_copied_without_padding() -> None:
 
 def test_lines_are_not_filled_with_spaces() -> None:
     """A copy from the terminal is what was said."""
-    out = io.StringIO()
-    view = StreamedMarkdown(Console(file=out, force_terminal=True, width=60, color_system=None))
-    view.write("Hello.")
-    view.close()
-    assert out.getvalue().endswith("Hello.\n")
+    assert shown("Hello.", force_terminal=True, color_system=None).endswith("Hello.\n")
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,9 @@ def test_lines_are_not_filled_with_spaces() -> None:
 )
 def test_a_model_cannot_drive_the_terminal(text: str) -> None:
     """Control characters are shown, also in code."""
-    out = io.StringIO()
-    view = StreamedMarkdown(Console(file=out, force_terminal=False, width=60))
-    for character in text:
-        view.write(character)
-    view.close()
-    assert not set(out.getvalue()) & set("\x1b\x9b\a\u202e")
-    assert "\\x" in out.getvalue() or "\\u" in out.getvalue()
+    found = shown(text, 1, force_terminal=False)
+    assert not set(found) & set("\x1b\x9b\a\u202e")
+    assert "\\x" in found or "\\u" in found
 
 
 class Written:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -15,10 +13,9 @@ from typing import Any
 import click
 import pexpect
 import pytest
-from support.checks import ends, refused
-from support.command import run
+from support.checks import ends, has, output_of, read_lines, refused, write_lines
+from support.command import in_shell, run
 from support.engine import Engine
-from support.waiting import PATIENCE_S
 
 from mlxrunner import Profile, Runner, cli
 from mlxrunner.models.load import load_model
@@ -27,47 +24,42 @@ from mlxrunner.server import supervisor
 
 @pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
-    "arguments",
+    "words",
     [
-        ["--help"],
-        ["--version"],
-        ["generate", "--help"],
-        ["chat", "--help"],
-        ["show", "--help"],
-        ["bench", "--help"],
-        ["verify", "--help"],
+        "--help",
+        "--version",
+        *(f"{name} --help" for name in "generate chat show bench verify".split()),
     ],
 )
-def test_help_and_version_import_neither_mlx_nor_mlx_lm(arguments: list[str]) -> None:
+def test_help_and_version_import_neither_mlx_nor_mlx_lm(words: str) -> None:
     code = (
         "import sys; from mlxrunner.cli import main\n"
-        f"try: main({arguments!r})\n"
+        f"try: main({words.split()!r})\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "heavy = {n.split('.')[0] for n in sys.modules} & {'mlx', 'mlx_lm', 'transformers', "
         "'numpy', 'sentencepiece', 'rich', 'prompt_toolkit'}\n"
         "assert not heavy, heavy\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "Usage:" in result.stdout or result.stdout.startswith("mlxrunner ")
+    said = output_of(code)
+    assert "Usage:" in said or said.startswith("mlxrunner ")
+
+
+GIVE_ONE = 'give a prompt: mlxrunner generate "TEXT"'
 
 
 @pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("generate", 'standard input is closed: give a prompt: mlxrunner generate "TEXT"'),
-        ("generate -p -", 'standard input is closed: give a prompt: mlxrunner generate "TEXT"'),
-        (
-            "chat",
-            "standard input is closed: a chat reads its turns from a terminal, a file or a pipe",
-        ),
+        ("generate", GIVE_ONE),
+        ("generate -p -", GIVE_ONE),
+        ("chat", "a chat reads its turns from a terminal, a file or a pipe"),
     ],
 )
 def test_a_standard_input_that_is_closed_is_one_line(command: str, said: str) -> None:
-    line = f"{sys.executable} -m mlxrunner {command} <&-"
-    result = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"mlxrunner: {said}\n")
+    result = in_shell(f"{command} <&-")
+    line = f"mlxrunner: standard input is closed: {said}\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
 
 
 @pytest.mark.exhaustive(2)
@@ -80,38 +72,20 @@ def test_a_standard_output_that_is_closed_or_full_is_one_line(command: str, full
         (">&-", "standard output is closed"),
         ("", "standard output can't be written: No space left on device"),
     ):
-        line = f"{sys.executable} -m mlxrunner {command} {redirection}"
-        result = subprocess.run(
-            line, shell=True, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S
-        )
+        result = in_shell(f"{command} {redirection}", stdout=full)
         assert (result.returncode, result.stderr) == (2, f"mlxrunner: {problem}\n")
 
 
 @pytest.mark.exhaustive(0)
 def test_a_standard_error_that_is_closed_or_full_stops_nothing(full: int, tmp_path: Path) -> None:
     """A file that was opened instead of it gets nothing of it."""
-    (tmp_path / "in.jsonl").write_text('{"prompt": "Hello!"}\n')
+    write_lines(tmp_path / "in.jsonl", [{"prompt": "Hello!"}])
+    batch = "batch in.jsonl -o out.jsonl --events e.jsonl --no-reserve"
     for redirection in ("2>&-", "", "<&-"):
-        line = (
-            f"{sys.executable} -m mlxrunner batch in.jsonl -o out.jsonl --events e.jsonl "
-            f"--no-reserve {redirection}"
-        )
-        result = subprocess.run(
-            line,
-            shell=True,
-            stdout=subprocess.PIPE,
-            stderr=full,
-            text=True,
-            timeout=PATIENCE_S,
-            cwd=tmp_path,
-        )
+        result = in_shell(f"{batch} {redirection}", stderr=full, cwd=tmp_path)
         assert (result.returncode, result.stdout) == (0, "")
-        assert [
-            json.loads(one)["text"] for one in (tmp_path / "out.jsonl").read_text().splitlines()
-        ] == ["Hello! How can I help you?"]
-        assert [
-            json.loads(one)["command"] for one in (tmp_path / "e.jsonl").read_text().splitlines()
-        ] == ["batch"]
+        (answer,), (event,) = (read_lines(tmp_path / name) for name in ("out.jsonl", "e.jsonl"))
+        assert (answer["text"], event["command"]) == ("Hello! How can I help you?", "batch")
         for file in ("out.jsonl", "out.jsonl.done", "e.jsonl"):
             (tmp_path / file).unlink()
 
@@ -121,13 +95,13 @@ def test_a_standard_error_that_is_closed_or_full_stops_nothing(full: int, tmp_pa
 )
 def test_a_name_cannot_forge_a_line_of_an_error(name: str) -> None:
     """One line of bounded length, whatever a name has in it."""
-    for arguments in (
-        ["show", f"./{name}"],
-        ["batch", name, "-o", "out"],
-        ["report", name],
-        ["generate", "-p", "x", "-m", name],
+    for words, *rest in (
+        ("show", f"./{name}"),
+        ("batch -o out", name),
+        ("report", name),
+        ("generate -p x -m", name),
     ):
-        result = run(*arguments)
+        result = run(*words.split(), *rest)
         assert result.exit_code == 2
         assert result.stderr.count("\n") == 1, result.stderr
         assert len(result.stderr) < 700
@@ -154,10 +128,15 @@ def test_generate_prints_the_answer_and_nothing_else() -> None:
     assert (result.stdout, result.stderr, result.exit_code) == ("Your name is Ana.\n", "", 0)
 
 
+def generated(words: str, *more: str) -> list[Any]:
+    """Return the objects that `generate --json` prints."""
+    result = run("generate", "--json", *words.split(), *more)
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
 def test_generate_json_is_one_object_per_run() -> None:
     """With text, tokens, finish_reason and usage; the second run is a hit."""
-    result = run("generate", "-p", "My name is Ana.", "--json", "--repeat", "2", "--logprobs", "2")
-    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    first, second = generated("--repeat 2 --logprobs 2 -p", "My name is Ana.")
     assert first["text"] == second["text"]
     assert first["tokens"] == second["tokens"]
     assert first["finish_reason"] == "stop"
@@ -169,8 +148,7 @@ def test_generate_json_is_one_object_per_run() -> None:
 
 def test_generate_json_of_several_answers_has_log_probabilities() -> None:
     """One line for each of --n, with one entry for each token."""
-    result = run("generate", "-p", "My name is Ana.", "--json", "--n", "2", "--logprobs", "2")
-    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    answers = generated("--n 2 --logprobs 2 -p", "My name is Ana.")
     assert [answer["index"] for answer in answers] == [0, 1]
     for answer in answers:
         assert len(answer["logprobs"]) == len(answer["tokens"])
@@ -179,23 +157,22 @@ def test_generate_json_of_several_answers_has_log_probabilities() -> None:
 
 def test_generate_shows_each_of_several_answers_one_of_which_fails() -> None:
     """Up to its error, which has a line of its own; the exit code is that of the error."""
-    options = ("generate", "-p", "Hello!", "--context", "34", "--temperature", "1.5")
-    options = (*options, "--no-reserve", "--overflow", "error")
-    alone = [run(*options, "--seed", str(seed)) for seed in (1, 2)]
+    words = "generate -p Hello! --context 34 --temperature 1.5 --no-reserve --overflow error"
+    options = words.split()
+    alone = [run(*options, "--seed", seed) for seed in (1, 2)]
     assert [one.exit_code for one in alone] == [1, 0]
     error = alone[0].stderr.removeprefix("mlxrunner: ")
     assert "filled the context of 34 tokens" in error
     texts = [one.stdout.removesuffix("\n") for one in alone]
-    result = run(*options, "--seed", "1", "--n", "2")
+    result = run(*options, "--seed", 1, "--n", 2)
     assert result.exit_code == 1
     assert result.stderr.endswith(f"mlxrunner: answer 1 of 2: {error}")
     assert result.stdout == f"{texts[0]}\n\n{texts[1]}\n"
-    result = run(*options, "--seed", "1", "--n", "2", "--json")
+    result = run(*options, "--seed", 1, "--n", 2, "--json")
     assert result.exit_code == 1
     failed, whole = (json.loads(line) for line in result.stdout.splitlines())
-    assert [failed["text"], whole["text"]] == texts
-    assert [failed["finish_reason"], whole["finish_reason"]] == ["error", "stop"]
-    assert failed["error"] == error.strip()
+    has(failed, text=texts[0], finish_reason="error", error=error.strip())
+    has(whole, text=texts[1], finish_reason="stop")
     assert "error" not in whole
 
 
@@ -205,9 +182,7 @@ def test_generate_shows_each_of_several_answers_one_of_which_fails() -> None:
 def test_generate_refuses_what_several_answers_would_ignore(option: str) -> None:
     """In one line, before the model is loaded."""
     result = run("generate", "-p", "Hello!", "--n", "2", option, "8")
-    assert result.exit_code == 2
-    assert f"mlxrunner: {option} " in result.stderr
-    assert "--n " in result.stderr
+    ends(result, 2, f"mlxrunner: {option} ", "--n ")
 
 
 def test_generate_keeps_the_settings_of_several_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,35 +200,24 @@ def test_generate_keeps_the_settings_of_several_answers(monkeypatch: pytest.Monk
 
 def test_generate_system_stop_and_max_tokens() -> None:
     """A fact from the system prompt; an answer cut before the stop text; a limit."""
-    system = "The user's name is Ana."
-    assert (
-        run("generate", "-p", "What is my name?", "--system", system).stdout
-        == "Your name is Ana.\n"
-    )
-    assert (
-        run("generate", "-p", "What is my name?", "--system", system, "--stop", " is").stdout
-        == "Your name\n"
-    )
-    result = run("generate", "-p", "Hello!", "--max-tokens", "2", "--json")
-    assert json.loads(result.stdout)["finish_reason"] == "length"
-    assert len(json.loads(result.stdout)["tokens"]) == 2
+    asked = ("generate", "-p", "What is my name?", "--system", "The user's name is Ana.")
+    assert run(*asked).stdout == "Your name is Ana.\n"
+    assert run(*asked, "--stop", " is").stdout == "Your name\n"
+    (cut,) = generated("-p Hello! --max-tokens 2")
+    assert (cut["finish_reason"], len(cut["tokens"])) == ("length", 2)
 
 
 def test_raw_is_continued_without_a_template() -> None:
     """The tokens of the prompt are its text and BOS, nothing more."""
-    templated = json.loads(run("generate", "-p", "Hello", "--json", "--max-tokens", "1").stdout)[
-        "usage"
-    ]["prompt_tokens"]
-    raw = json.loads(run("generate", "-p", "Hello", "--raw", "--json", "--max-tokens", "1").stdout)[
-        "usage"
-    ]["prompt_tokens"]
+    found = [generated(f"-p Hello --max-tokens 1 {raw}") for raw in ("--raw", "")]
+    raw, templated = (one["usage"]["prompt_tokens"] for (one,) in found)
     assert raw < templated
 
 
 def test_verbose_logs_one_line_a_request() -> None:
     """-v logs what a request reused and its cost; -vv also what is left to evaluate."""
     command = ["generate", "-p", "Hello!", "--repeat", "2"]
-    once = run(*command, "-v", COLUMNS="80")
+    once, twice = (run(*command, flag, COLUMNS="80") for flag in ("-v", "-vv"))
     miss, hit = once.stderr.splitlines()
     assert miss.startswith(
         "command=generate number=1 outcome=miss reason=empty prompt_tokens=19 new_tokens=19 "
@@ -262,60 +226,53 @@ def test_verbose_logs_one_line_a_request() -> None:
         "command=generate number=2 outcome=hit reason=prompt_shorter prompt_tokens=19 "
         "matched_tokens=19 cached_tokens=18 "
     )
-    twice = run(*command, "-vv", COLUMNS="80")
     assert len(twice.stderr.splitlines()) == 4
     assert twice.stderr.startswith("lookup prompt_tokens=19 matched_tokens=0 cached_tokens=0\n")
     assert once.stdout == twice.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "more", "message"),
     [
-        (["generate", "-p", "x", "-m", "nowhere"], "mlxrunner: nowhere: no such model"),
+        ("generate -p x -m nowhere", (), "nowhere: no such model"),
+        ("generate -p x --top-p 3", (), "top_p: 3.0 is out of range, it has to be between 0 and 1"),
+        ("generate -p x --max-tokens 0", (), "max_tokens: 0 is out of range"),
+        ("generate -p x --raw --system y", (), "--system needs the chat template"),
+        ("generate -p x --logprobs 3", (), "--logprobs needs --json"),
+        ("generate -p x --draft-model /no/such/model", (), "/no/such/model: no such model"),
+        ("generate -p", ("",), "the prompt is empty"),
         (
-            ["generate", "-p", "x", "--top-p", "3"],
-            "mlxrunner: top_p: 3.0 is out of range, it has to be between 0 and 1",
-        ),
-        (["generate", "-p", "x", "--max-tokens", "0"], "mlxrunner: max_tokens: 0 is out of range"),
-        (
-            ["generate", "-p", "x", "--raw", "--system", "y"],
-            "mlxrunner: --system needs the chat template",
-        ),
-        (["generate", "-p", "x", "--logprobs", "3"], "mlxrunner: --logprobs needs --json"),
-        (
-            ["generate", "-p", "x", "--draft-model", "/no/such/model"],
-            "mlxrunner: /no/such/model: no such model",
-        ),
-        (["generate", "-p", ""], "mlxrunner: the prompt is empty"),
-        (
-            ["generate", "-p", "word " * 3000],
-            "mlxrunner: the prompt has 6017 tokens, which leaves no room in the context of 2048",
+            "generate -p",
+            ("word " * 3000,),
+            "the prompt has 6017 tokens, which leaves no room in the context of 2048",
         ),
         (
-            ["generate", "-p", "word " * 30_000],
-            "mlxrunner: the prompt has at least 2048 tokens, which leaves no room in the context",
+            "generate -p",
+            ("word " * 30_000,),
+            "the prompt has at least 2048 tokens, which leaves no room in the context",
         ),
-        (["generate", "-p", "x", "--context", "1"], "mlxrunner: context: 1 is out of range"),
+        ("generate -p x --context 1", (), "context: 1 is out of range"),
+        ("generate -p x --prefill-step 0", (), "prefill_step: 0 is out of range"),
+        ("show nowhere", (), "nowhere: no such model"),
         (
-            ["generate", "-p", "x", "--prefill-step", "0"],
-            "mlxrunner: prefill_step: 0 is out of range",
-        ),
-        (["show", "nowhere"], "mlxrunner: nowhere: no such model"),
-        (
-            ["chat", "--set", "history=template", "--set", "keep_thinking=true"],
-            "mlxrunner: keep_thinking needs history = exact",
+            "chat --set history=template --set keep_thinking=true",
+            (),
+            "keep_thinking needs history = exact",
         ),
         (
-            ["chat", "Who am I?"],
-            "mlxrunner: Who am I?: no such model; to ask that, type mlxrunner generate 'Who am I?'",
+            "chat",
+            ("Who am I?",),
+            "Who am I?: no such model; to ask that, type mlxrunner generate 'Who am I?'",
         ),
-        (["chat", "--temperature", "-1"], "mlxrunner: temperature: -1.0 is out of range"),
+        ("chat --temperature -1", (), "temperature: -1.0 is out of range"),
     ],
-    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
+def test_what_is_wrong_is_one_line_and_exit_code_2(
+    words: str, more: tuple[str, ...], message: str
+) -> None:
     """On stderr, without a traceback."""
-    refused(run(*arguments), message)
+    refused(run(*words.split(), *more), f"mlxrunner: {message}")
 
 
 def test_generate_refuses_parallel_for_one_answer() -> None:
@@ -334,14 +291,10 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_a_bug_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, and how to see more."""
-
     monkeypatch.setattr(Runner, "generate", lambda *a, **k: 1 / 0)
     result = run("generate", "-p", "x")
-    assert result.exit_code == 1
-    assert (
-        result.stderr
-        == "mlxrunner: internal error: ZeroDivisionError: division by zero (--debug shows where)\n"
-    )
+    said = "internal error: ZeroDivisionError: division by zero (--debug shows where)"
+    assert (result.exit_code, result.stderr) == (1, f"mlxrunner: {said}\n")
 
 
 def test_show_describes_the_demo() -> None:
@@ -358,17 +311,8 @@ def test_show_describes_the_demo() -> None:
 def test_doctor_names_device_versions_and_remedies() -> None:
     """Each with what to do about it where something is missing."""
     found = {finding["name"]: finding for finding in json.loads(run("doctor", "--json").stdout)}
-    assert {
-        "device",
-        "backend",
-        "memory",
-        "BLAS",
-        "compiler",
-        "python",
-        "mlx",
-        "mlx-lm",
-        "mlxrunner",
-    } <= found.keys()
+    names = "device backend memory BLAS compiler python mlx mlx-lm mlxrunner"
+    assert {*names.split()} <= found.keys()
     assert all(finding["ok"] or finding["advice"] for finding in found.values())
     assert "backend" in run("doctor").stdout
 
@@ -411,19 +355,11 @@ def test_a_program_of_the_user_is_told_of_a_slow_blas(
 
 def test_models_lists_an_empty_cache(tmp_path: Path) -> None:
     """With a hint on stderr, and an empty list in JSON."""
-    command = [sys.executable, "-m", "mlxrunner", "models"]
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
-    text = subprocess.run(command, capture_output=True, text=True, env=environment)
+    env = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
+    text, listed = (in_shell(words, env=env) for words in ("models", "models --json"))
     assert (text.returncode, text.stdout) == (0, "")
     assert "no models in the hub cache yet" in text.stderr
-    assert (
-        json.loads(
-            subprocess.run(
-                [*command, "--json"], capture_output=True, text=True, env=environment
-            ).stdout
-        )
-        == []
-    )
+    assert json.loads(listed.stdout) == []
 
 
 def test_the_version_names_those_of_mlx_and_mlx_lm() -> None:

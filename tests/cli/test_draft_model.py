@@ -6,61 +6,53 @@ import json
 from pathlib import Path
 
 import pytest
-from support.checks import ends
+from support.checks import ends, read_lines, write_lines
 from support.command import run
 from support.models import write_model
 
 from mlxrunner import GenerateOptions, OptionError
 from mlxrunner.engine.drafting import Controller, StepController
 
+WAYS = ([], ["--draft-model", "demo"])
 
-def test_generate_and_chat_answer_the_same_with_a_draft_model() -> None:
-    """The demo model guesses for itself; its guesses may count for nothing in a short answer."""
-    plain, guessing = (
-        run("generate", "--json", "--max-tokens", "12", "In the morning", *more)
-        for more in ([], ["--draft-model", "demo"])
-    )
+
+@pytest.mark.parametrize("more", [[], ["--n", "2", "--seed", "1"]], ids=["one", "several"])
+def test_generate_answers_the_same_with_a_draft_model(more: list[str]) -> None:
+    """The demo model guesses for itself; its guesses may count for nothing in a short answer.
+
+    Each of --n has the seed that it has without.
+    """
+    words = ["generate", "--json", "--max-tokens", "12", "In the morning", *more]
+    plain, guessing = (run(*words, *way) for way in WAYS)
     assert guessing.exit_code == 0
-    assert json.loads(guessing.stdout)["tokens"] == json.loads(plain.stdout)["tokens"]
-    talks = [
-        run("chat", "--no-save", "--max-tokens", "12", *more, stdin="In the morning\n").stdout
-        for more in ([], ["--draft-model", "demo"])
-    ]
-    assert talks[0] == talks[1] != ""
-
-
-def test_several_answers_are_the_same_with_a_draft_model() -> None:
-    """Each of --n has the seed that it has without."""
-    plain, guessing = (
-        run("generate", "--n", "2", "--json", "--max-tokens", "9", "--seed", "1", "Hello", *more)
-        for more in ([], ["--draft-model", "demo"])
-    )
-    assert guessing.exit_code == 0
-    tokens = [
+    found = [
         [json.loads(line)["tokens"] for line in one.stdout.splitlines()]
         for one in (plain, guessing)
     ]
-    assert tokens[0] == tokens[1]
-    assert len(tokens[0]) == 2
+    assert found[0] == found[1]
+    assert len(found[0]) == (2 if more else 1)
+
+
+def test_a_chat_answers_the_same_with_a_draft_model() -> None:
+    words = ["chat", "--no-save", "--max-tokens", "12"]
+    plain, guessing = (run(*words, *way, stdin="In the morning\n").stdout for way in WAYS)
+    assert plain == guessing != ""
 
 
 @pytest.mark.parametrize("parallel", ["1", "2"])
 def test_a_batch_answers_the_same_with_a_draft_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, parallel: str
 ) -> None:
     """With one line at a time and with two; the usage says what was guessed."""
     monkeypatch.setattr(Controller, "depth", lambda self, shares, most, first=1.0: min(most, 3))
     monkeypatch.setattr(StepController, "may_draft", True)
-    lines = "".join(json.dumps({"prompt": f"In the morning {n}"}) + "\n" for n in range(2))
-    (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
-    answers = []
-    for name, more in (("plain", []), ("guessing", ["--draft-model", "demo"])):
-        output = tmp_path / f"{name}.jsonl"
-        given = "--parallel", parallel, "--max-tokens", "24", "-o", str(output), *more
-        result = run("batch", str(tmp_path / "in.jsonl"), *given)
-        assert result.exit_code == 0, result.stderr
-        answers.append(list(map(json.loads, output.read_text("utf-8").splitlines())))
-    plain, guessing = answers
+    write_lines(folder / "in.jsonl", [{"prompt": f"In the morning {n}"} for n in range(2)])
+    found = []
+    for name, more in zip(("plain.jsonl", "guessing.jsonl"), WAYS, strict=True):
+        given = ("--parallel", parallel, "--max-tokens", "24", "-o", name, *more)
+        ends(run("batch", "in.jsonl", *given), 0)
+        found.append(read_lines(Path(name)))
+    plain, guessing = found
     assert [one["text"] for one in guessing] == [one["text"] for one in plain]
     drafts = [use["source"] for one in guessing for use in one["usage"]["drafts"]]
     assert "model" in drafts

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.scripted import Scripted, app_of, ended, serving
-from support.strict_templates import TEMPLATES, load_strict
 
 from mlxrunner.server.events import AnswerEvent, ServerRequest, TextDelta
 from mlxrunner.server.prompts.builder import BuiltPrompt, PromptBuilder
@@ -263,7 +262,6 @@ PROTOCOLS = {
 }
 SAID: Any = {"role": "user", "content": "And now?"}
 DONE: Any = {"role": "assistant", "content": "Well."}
-FAMILIES = list(TEMPLATES)
 
 
 class Making(Scripted):
@@ -282,25 +280,23 @@ class Making(Scripted):
             yield event
 
 
-Send = Callable[[Protocol, list[dict[str, Any]]], httpx.Response]
+Send = Callable[..., httpx.Response]
 
 
 @pytest.fixture(scope="module")
-def making(tmp_path_factory: pytest.TempPathFactory) -> Making:
-    root = tmp_path_factory.mktemp("strict")
-    loaded = {name: load_strict(root / name, name) for name in FAMILIES}
-    return Making({name: PromptBuilder(loaded[name], TEMPLATES[name][0]) for name in FAMILIES})
+def making(makers: dict[str, PromptBuilder]) -> Making:
+    return Making(makers)
 
 
 @pytest.fixture(scope="module")
 def send(making: Making) -> Iterator[Send]:
-    """Send a history, with the halves of characters that JSON can have."""
+    """Send a history, with the halves of characters that JSON can have, and more fields."""
     kind = {"content-type": "application/json"}
     with serving(app_of(making)) as url, httpx.Client(base_url=url, headers=kind) as client:
 
-        def sent(protocol: Protocol, messages: list[dict[str, Any]]) -> httpx.Response:
+        def sent(protocol: Protocol, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
             making.made.clear()
-            body = json.dumps(protocol.body(copy.deepcopy(messages)))
+            body = json.dumps(protocol.body(copy.deepcopy(messages)) | more)
             return client.post(protocol.path, content=body)
 
         yield sent
@@ -399,11 +395,15 @@ REPLACED: list[tuple[str, list[dict[str, Any]], str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "messages", "text", "kinds"), REPLACED)
+@pytest.mark.parametrize("stream", [False, True])
 def test_what_can_not_be_shown_is_a_short_text(
-    name: str, messages: list[dict[str, Any]], text: str, kinds: str, send: Send, making: Making
+    name: str, messages: Any, text: str, kinds: str, stream: bool, send: Send, making: Making
 ) -> None:
-    """It stands in the prompt; the body and the header of the response name its type."""
-    response = send(PROTOCOLS[name], messages)
+    """It stands in the prompt; the body and the header of the response name its type.
+
+    The header of a stream comes before the prompt is made.
+    """
+    response = send(PROTOCOLS[name], messages, stream=stream)
     assert response.status_code == 200, response.text
     assert text in making.made[0].rendered
     assert response.headers["x-mlxrunner-replaced"] == kinds
@@ -457,29 +457,15 @@ def test_an_odd_content_that_the_user_has_just_sent_is_refused(
         assert said in response.text
 
 
-def test_words_to_be_continued_may_stand_beside_a_picture(send: Send, making: Making) -> None:
-    """White space at their end is refused there, too."""
-    source: Any = {
-        "type": "content",
-        "content": [USER_BLOCKS[1], {"type": "text", "text": "It is"}],
-    }
-    for end, status in (("", 200), (" ", 400)):
-        source["content"][1] = {"type": "text", "text": f"It is{end}"}
-        answer = {"role": "assistant", "content": [{"type": "document", "source": source}]}
-        response = send(PROTOCOLS["anthropic"], [SAID, answer])
+def test_words_to_be_continued_may_stand_beside_a_picture(send: Send) -> None:
+    """White space at their end is refused there, too. A new answer has its own beginning."""
+    new = {"continue_final_message": False}
+    for end, more, status in (("", {}, 200), (" ", {}, 400), (" ", new, 200)):
+        parts = [USER_BLOCKS[1], {"type": "text", "text": f"It is{end}"}]
+        document = {"type": "document", "source": {"type": "content", "content": parts}}
+        answer = {"role": "assistant", "content": [document]}
+        response = send(PROTOCOLS["anthropic"], [SAID, answer], **more)
         assert response.status_code == status, response.text
-    body = PROTOCOLS["anthropic"].body([SAID, answer]) | {"continue_final_message": False}
-    with serving(app_of(making)) as url:  # a new answer has its own beginning
-        assert httpx.post(f"{url}/v1/messages", json=body).is_success
-
-
-def test_a_stream_says_so_in_its_header(send: Send, making: Making) -> None:
-    """Before the prompt is made."""
-    body = PROTOCOLS["anthropic"].body([{"role": "user", "content": [USER_BLOCKS[1]]}, DONE, SAID])
-    with serving(app_of(making)) as url:
-        response = httpx.post(f"{url}/v1/messages", json=body | {"stream": True})
-    assert response.headers["x-mlxrunner-replaced"] == "picture"
-    assert '"replaced":["picture"]' in response.text
 
 
 def test_thinking_of_a_message_of_its_own_is_the_next_answers(send: Send, making: Making) -> None:

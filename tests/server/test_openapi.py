@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +20,33 @@ OPERATIONS = {
 }
 
 
-def nothing_downloads(name: str, **_: Any) -> Path:
-    raise AssertionError(name)
+KEYS = "type role content text name function id arguments schema effort".split()
+"""Keys of objects in fields."""
+FIELDS = set(
+    "stop seed temperature top_p top_k max_tokens logprobs top_logprobs response_format text tools "
+    "tool_choice logit_bias include reasoning schema template chat_template_kwargs "
+    "structured_outputs system format options messages input prompt".split()
+)
+"""Fields that are read, whether the document names them or not."""
 
 
 @pytest.fixture(autouse=True)
-def without_downloads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No request of a test reaches a hub."""
-    monkeypatch.setattr("mlxrunner.models.resolve.download", nothing_downloads)
-    return
+def without_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no request of a test reach a hub."""
+
+    def download(name: str, **_: Any) -> Path:
+        raise AssertionError(name)
+
+    monkeypatch.setattr("mlxrunner.models.resolve.download", download)
 
 
-def test_each_address_is_described() -> None:
-    """Their bodies have names, and their types are in the document."""
-    assert {
-        "POST /v1/messages",
-        "POST /v1/messages/count_tokens",
-        "POST /v1/chat/completions",
-        "POST /v1/completions",
-        "POST /v1/responses",
-        "GET /v1/models",
-        "POST /api/chat",
-        "POST /api/generate",
-        "GET /api/tags",
-        "POST /api/show",
-        "GET /api/ps",
-        "GET /api/version",
-        "POST /api/pull",
-    } <= OPERATIONS.keys()
+def test_each_address_and_each_body_is_described() -> None:
+    paths = "v1/messages v1/messages/count_tokens v1/chat/completions v1/completions v1/responses "
+    paths += "api/chat api/generate api/show api/pull"
+    asked = {f"GET /{path}" for path in "v1/models api/tags api/ps api/version".split()}
+    assert asked | {f"POST /{path}" for path in paths.split()} <= OPERATIONS.keys()
+    names = "ChatCompletion Completion Response Message OllamaChat"
+    assert {f"{name}Request" for name in names.split()} <= BODIES.keys()
 
 
 BODIES = {
@@ -67,30 +65,22 @@ def test_each_field_of_a_body_is_named_on_a_page(name: str) -> None:
     assert {one for one in BODIES[name] if not re.search(rf'[`."]{one}[`:"]', pages)} == set()
 
 
-def test_the_bodies_of_all_protocols_are_among_them() -> None:
-    """Each protocol's class of bodies is known by the end of its name."""
-    assert {
-        "ChatCompletionRequest",
-        "CompletionRequest",
-        "ResponseRequest",
-        "MessageRequest",
-        "OllamaChatRequest",
-    } <= BODIES.keys()
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_no_request_breaks_the_server(name: str) -> None:
-    """Each gets an answer, or an error of its own."""
-    operation = OPERATIONS[name]
-
-    @given(case=operation.as_strategy())
-    @settings(
-        max_examples=fewer(20, 3),
+def tries(count: int, least: int) -> settings:
+    return settings(
+        max_examples=fewer(count, least),
         deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_request_breaks_the_server(name: str) -> None:
+    """Each gets an answer, or an error of its own."""
+
+    @given(case=OPERATIONS[name].as_strategy())
+    @tries(20, 3)
     def run(case: Any) -> None:
         response = case.call()
         assert response.status_code < 500 or name == "POST /api/pull", response.text
@@ -99,15 +89,18 @@ def test_no_request_breaks_the_server(name: str) -> None:
     run()
 
 
+HI = [{"role": "user", "content": "a"}]
+
+
 @pytest.mark.exhaustive(2)
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/messages", {"model": "a", "messages": [{"role": "user", "content": "a"}]}),
-        ("/v1/chat/completions", {"model": "a", "messages": [{"role": "user", "content": "a"}]}),
-        ("/v1/responses", {"model": "a", "input": "a"}),
-        ("/v1/completions", {"model": "a", "prompt": "a"}),
-        ("/api/chat", {"model": "a", "messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/messages", {"messages": HI}),
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/api/chat", {"messages": HI}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -116,8 +109,7 @@ def test_no_value_of_a_field_breaks_the_server(path: str, body: dict[str, Any]) 
     from starlette.testclient import TestClient
 
     client = TestClient(app_of(Scripted()), raise_server_exceptions=False)
-    operation = OPERATIONS[f"POST {path}"]
-    names = sorted(FIELDS | set(operation.body[0].definition["schema"].get("properties", ())))
+    described = OPERATIONS[f"POST {path}"].body[0].definition["schema"].get("properties", ())
     values = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
         lambda inner: (
@@ -127,40 +119,13 @@ def test_no_value_of_a_field_breaks_the_server(path: str, body: dict[str, Any]) 
         max_leaves=5,
     )
 
-    @given(name=st.sampled_from(names), value=values)
-    @settings(
-        max_examples=fewer(100, 20),
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @given(name=st.sampled_from(sorted(FIELDS | set(described))), value=values)
+    @tries(100, 20)
     def run(name: str, value: Any) -> None:
         try:
-            response = client.post(path, json=body | {name: value})
+            response = client.post(path, json={"model": "a", **body, name: value})
         except (ValueError, UnicodeEncodeError):
             return  # the client can't write it
         assert response.status_code < 500, (name, value, response.text)
 
     run()
-
-
-FIELDS = frozenset(
-    "stop seed temperature top_p top_k max_tokens logprobs top_logprobs response_format text tools "
-    "tool_choice logit_bias include reasoning schema template chat_template_kwargs "
-    "structured_outputs system format options messages input prompt".split()
-)
-"""Fields that are read, whether the document names them or not."""
-KEYS = (
-    "type",
-    "role",
-    "content",
-    "text",
-    "name",
-    "function",
-    "id",
-    "arguments",
-    "schema",
-    "effort",
-)
-"""Keys of objects in fields."""

@@ -28,31 +28,17 @@ HOSTILE = "<script>alert(1)</script>\"'>"
 ADDRESS = "http://127.0.0.1:8080/"
 
 
-def event(number: int, client: str = "opencode") -> Event:
-    caller = {"request": f"req-{number}", "client": client, "session": "one", "rules": []}
+def event(number: int, client: str = "opencode", **more: Any) -> Event:
+    caller = {"request": f"req-{number}", "client": client, "session": "one", "rules": [], **more}
     return as_event(example_event(number=number, caller=caller))
 
 
 def model(client: str = "claude-cli", name: str = "tiny") -> dict[str, Any]:
-    held = {
-        "slot": 0,
-        "state": "busy",
-        "tokens": 12345,
-        "bytes": 2**20,
-        "client": client,
-        "session": None,
-        "request": "req-9",
-    }
-    return {
-        "model": name,
-        "context": 4096,
-        "slots": 8,
-        "busy": 1,
-        "waiting": 2,
-        "bytes": 2**20,
-        "parked_bytes": 0,
-        "conversations": [held, held | {"slot": 1, "state": "idle", "client": None}],
-    }
+    held = {"slot": 0, "state": "busy", "tokens": 12345, "bytes": 2**20, "request": "req-9"}
+    held |= {"client": client, "session": None}
+    counts = {"context": 4096, "slots": 8, "busy": 1, "waiting": 2, "parked_bytes": 0}
+    others = [held | {"slot": 1, "state": "idle", "client": None}]
+    return {"model": name, "bytes": 2**20, "conversations": [held, *others], **counts}
 
 
 def test_the_page_shows_who_runs_and_what_was_lost() -> None:
@@ -60,6 +46,18 @@ def test_the_page_shows_who_runs_and_what_was_lost() -> None:
     for said in ("claude-cli", "12,345", "1 of 8 slots busy, 2 waiting", "req-2", "opencode"):
         assert said in text
     assert 'http-equiv="refresh"' in text
+    empty = status_page([], [], ADDRESS)
+    for said in ("No model is loaded", "Connect a client", f"base URL {ADDRESS}v1"):
+        assert said in empty
+
+
+def test_what_clients_say_is_escaped() -> None:
+    """Names of clients, sessions, models and requests come from outside."""
+    text = status_page([model(HOSTILE, HOSTILE)], [event(1, HOSTILE)], ADDRESS)
+    assert "&lt;script&gt;" in text
+    cell = table(["request"], [[TableLink(HOSTILE, f"/explain/{HOSTILE}")]])
+    assert f'href="/explain/{quote(HOSTILE)}"' in cell
+    assert "<script" not in text + cell
 
 
 def test_each_miss_leads_to_its_explanation() -> None:
@@ -71,35 +69,14 @@ def test_each_miss_leads_to_its_explanation() -> None:
     ]
 
 
-def test_a_link_names_nothing_but_its_path() -> None:
-    cell = table(["request"], [[TableLink(HOSTILE, f"/explain/{HOSTILE}")]])
-    assert f'href="/explain/{quote(HOSTILE)}"' in cell
-    assert "<script" not in cell
-
-
 def test_a_miss_has_the_remedy_of_its_cause() -> None:
     """One whose cause is not known has that of its reason."""
-    caller = {"request": "req-1", "client": "opencode", "session": "one", "rules": []}
-    caller |= {"cause": "changing-date", "remedy": "Take the date out.", "message": 3}
-    text = status_page([], [as_event(example_event(caller=caller))], ADDRESS)
+    known = event(1, cause="changing-date", remedy="Take the date out.", message=3)
+    text = status_page([], [known], ADDRESS)
     assert "opencode writes a date or time into message 3" in text
     assert "Take the date out." in text
     assert "put changing text" not in text
     assert "put changing text" in status_page([], [event(1)], ADDRESS)
-
-
-def test_a_page_without_models_and_requests_says_so() -> None:
-    text = status_page([], [], ADDRESS)
-    assert "No model is loaded" in text
-    assert "Connect a client" in text
-    assert f"base URL {ADDRESS}v1" in text
-
-
-def test_what_clients_say_is_escaped() -> None:
-    """Names of clients, sessions and models come from outside."""
-    text = status_page([model(HOSTILE, HOSTILE)], [event(1, HOSTILE)], ADDRESS)
-    assert "<script" not in text
-    assert "&lt;script&gt;" in text
 
 
 DONE = playing(lambda text: "Done.")(settings=ServeSettings(disk_cache=False))
@@ -121,32 +98,22 @@ def test_no_text_of_a_client_drives_a_terminal(
             body["messages"][0]["content"] += text
             answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
             assert answer.status_code == 200
-        named = {"id": answer.json()["id"], "odd": quote(odd)}
-        found = httpx.get(url + path.format(**named)).text
+        page = httpx.get(url + path.format(id=answer.json()["id"], odd=quote(odd)))
         refused = httpx.post(f"{url}/v1/chat/completions", json={**body, "model": odd}).text
     record.close()
+    found = page.text
     shown = [found, refused, caplog.text, (tmp_path / "events.jsonl").read_text()]
     for text in shown if path == "/slots" else shown[:2]:
         assert not CONTROLS.search(text)
     assert path == "/metrics" or "odd" in found
     assert "odd" in refused
+    if path == "/":
+        assert page.headers["content-type"].startswith("text/html")
+        assert "of the last request were cached" in found
 
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2028]")
 """Characters that drive a terminal, or end a line or turn it around."""
-
-
-def test_a_server_shows_its_requests() -> None:
-    """The page at `/` of a running server has what was just asked."""
-    with served("actor", DONE) as (url, _):
-        body = {"model": "actor", "messages": [{"role": "user", "content": "Hello"}]}
-        headers = {"user-agent": "my-client/1.0"}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
-        assert answer.status_code == 200
-        page = httpx.get(f"{url}/")
-    assert page.headers["content-type"].startswith("text/html")
-    assert "my-client" in page.text
-    assert "of the last request were cached" in page.text
 
 
 @needs_chromium
@@ -188,24 +155,16 @@ def test_the_event_says_what_became_of_a_call(
     file, settings = tmp_path / "events.jsonl", ServeSettings(slots=2, disk_cache=False)
     record = RequestLog(file)
     opening = playing(lambda text: answer)(settings=settings, runner={"context": 4000})
-    function = {"name": "gaze", "parameters": NARROW}
-    body = {
-        "model": "actor",
-        "messages": HI,
-        "max_tokens": limit,
-        "stream": stream,
-        "tools": [{"type": "function", "function": function}],
-        "parallel_tool_calls": False,
-    }
+    tools = [{"type": "function", "function": {"name": "gaze", "parameters": NARROW}}]
+    body = {"model": "actor", "messages": HI, "max_tokens": limit, "stream": stream}
+    body |= {"tools": tools, "parallel_tool_calls": False}
     with served("actor", opening, record) as (url, _):
         response = httpx.post(f"{url}/v1/chat/completions", json=body)
         assert response.status_code == 200
-        request = response.headers["x-request-id"]
         (line,) = file.read_text().splitlines()
-        known = record.event(request)
-    assert json.loads(line)["caller"]["note"] == note
+        known = record.event(response.headers["x-request-id"])
+    assert json.loads(line)["caller"]["note"] == note == known.caller.note
     assert ("could not be read" in response.text) == (str(note).startswith("call-"))
-    assert known.caller.note == note
     assert "gaze" not in line
     assert (f"its answer: {note}" in " ".join(explained(known).split())) == (note is not None)
 

@@ -76,26 +76,6 @@ def test_a_tool_may_answer_with_a_picture(url: str, answers: Scripted) -> None:
     assert answers.asked[-1].messages[-1] == expected
 
 
-@pytest.mark.parametrize(
-    ("path", "content", "why"),
-    [
-        ("chat/completions", {"type": "image_url", "image_url": {}}, "image_url: it has to be"),
-        ("chat/completions", {"type": "image_url"}, "messages.0.content.0.image_url"),
-        ("chat/completions", {"type": "input_audio"}, "'input_audio' is not supported"),
-        ("messages", {"type": "image"}, "messages.0.content.0.source: it has to be"),
-        ("messages", {"type": "image", "source": {"type": "file", "file_id": "a"}}, "base64"),
-        ("messages", {"type": "image", "source": {"type": "base64", "data": 1}}, "base64"),
-    ],
-)
-def test_another_form_is_refused(url: str, path: str, content: dict[str, Any], why: str) -> None:
-    """The error names the part."""
-    messages = [{"role": "user", "content": [content]}]
-    body = {"model": "tiny", "max_tokens": 9, "messages": messages}
-    response = httpx.post(f"{url}/v1/{path}", json=body)
-    assert response.status_code == 400
-    assert why in response.json()["error"]["message"]
-
-
 def test_a_raw_prompt_has_no_pictures(url: str) -> None:
     """Nothing says where they would stand."""
     body = {"model": "tiny", "prompt": "a", "raw": True, "images": [DATA]}

@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from support.program import program, started
+from support.scripted import asking
 
 from mlxrunner.cli import main
 from mlxrunner.config.file import read_config_file
@@ -118,99 +120,116 @@ def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
         assert "Traceback" not in said
 
 
+BESIDE = """
+import signal, uvloop
+from mlxrunner.cli import main
+from mlxrunner.server.manager import ModelManager
+run, close = uvloop.run, ModelManager.close
+def begin(main):
+    START
+    run(main)
+async def end(self):
+    END
+    await close(self)
+    print('closed')
+uvloop.run, ModelManager.close = begin, end
+main()
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("at", ["start", "end"])
+@pytest.mark.parametrize("at", ["START", "END"])
 def test_a_signal_beside_the_event_loop(model: Path, number: signal.Signals, at: str) -> None:
     """Before it begins, and while conversations are parked, a signal ends the server in order."""
-    raised = f"signal.raise_signal({int(number)})"
-    code = (
-        "import signal, uvloop\n"
-        "from mlxrunner.cli import main\n"
-        "from mlxrunner.server.manager import ModelManager\n"
-        "run, close = uvloop.run, ModelManager.close\n"
-        "def begin(main):\n"
-        f"    {raised if at == 'start' else 'pass'}\n"
-        "    run(main)\n"
-        "async def end(self):\n"
-        f"    {raised if at == 'end' else 'pass'}\n"
-        "    await close(self)\n"
-        "    print('closed')\n"
-        "uvloop.run, ModelManager.close = begin, end\n"
-        "main()\n"
-    )
+    code = BESIDE.replace(at, f"signal.raise_signal({int(number)})")
+    code = code.replace("START", "pass").replace("END", "pass")
     command = [sys.executable, "-c", code, "serve", str(model), "--no-disk-cache", "--port", "0"]
     command += ["--prefill-step", "64"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    if at == "end":
+    if at == "END":
         started(process)
         process.send_signal(signal.SIGTERM)
     told, said = process.communicate(timeout=300)
-    leaves_at_once = at == "end" and number == signal.SIGINT
+    leaves_at_once = at == "END" and number == signal.SIGINT
     assert process.returncode == (130 if leaves_at_once else 0)
     assert told.decode() == ("" if leaves_at_once else "closed\n")
     assert said.decode().count("stopping; Ctrl-C leaves at once") == 1
     assert "Traceback" not in said.decode()
 
 
+STUCK = """
+import sys, threading
+from mlxrunner.server.models import ModelLoader
+from mlxrunner.cli import main
+load = ModelLoader.load
+def stuck(self, name, *more):
+    if name != 'demo':
+        return load(self, name, *more)
+    print('stuck', file=sys.stderr, flush=True)
+    threading.Event().wait()
+ModelLoader.load = stuck
+main()
+"""
+
+
 def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
     """The server does not wait for it, and ends in order."""
-    code = (
-        "import sys, threading\n"
-        "from mlxrunner.server.models import ModelLoader\n"
-        "from mlxrunner.cli import main\n"
-        "load = ModelLoader.load\n"
-        "def stuck(self, name, *more):\n"
-        "    if name != 'demo':\n"
-        "        return load(self, name, *more)\n"
-        "    print('stuck', file=sys.stderr, flush=True)\n"
-        "    threading.Event().wait()\n"
-        "ModelLoader.load = stuck\n"
-        "main()\n"
-    )
-    with program(str(model), "--no-disk-cache", "--set", "drain=0", code=code) as server:
-        body = json.dumps(server.body("Hello", model="demo"))
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as waiting:
-            head = f"POST /v1/messages HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}"
-            kind = "Content-Type: application/json"
-            waiting.sendall(f"{head}\r\n{kind}\r\n\r\n{body}".encode())
-            assert server.process.stderr.readline() == b"stuck\n"
-            server.process.send_signal(signal.SIGTERM)
-            code_, said = left(server.process)
-    assert (code_, "Traceback" in said) == (0, False), said
+    with (
+        program(str(model), "--no-disk-cache", "--set", "drain=0", code=STUCK) as server,
+        asking(f"{server.url}/v1/messages", server.body("Hello", model="demo")),
+    ):
+        assert server.process.stderr.readline() == b"stuck\n"
+        server.process.send_signal(signal.SIGTERM)
+        code, said = left(server.process)
+    assert (code, "Traceback" in said) == (0, False), said
+
+
+def serve(*arguments: str, config: Path | None = None, **variables: str) -> Result:
+    """Run the command in this process, as if it had been typed so."""
+    words = ["serve", *arguments]
+    if config is not None:
+        variables["MLXRUNNER_CONFIG"] = str(config)
+    with mock.patch.object(sys, "argv", ["mlxrunner", *words]):
+        return CliRunner(env=variables).invoke(main, words)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config file that has a key, which others can't read."""
+    file = tmp_path / "config.toml"
+    file.write_text('[serve]\napi_key = "secret"\n')
+    file.chmod(0o600)
+    return file
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("words", "said"),
     [
-        (["--host", "0.0.0.0"], "lets other machines ask: give --api-key KEY, or --no-key"),
-        (["--host", "0.0.0.0", "--unit", "systemd"], "lets other machines ask: give --api-key"),
-        (["--api-key", "x", "--no-key"], "contradict each other"),
-        (
-            ["--host", "not.a.host.invalid", "--no-key"],
-            "--host not.a.host.invalid: no such address",
-        ),
-        (["--slots", "0"], "slots: 0 is out of range"),
-        (["--port", "70000"], "port: 70000 is out of range"),
-        (
-            ["--set", "disable_rewrite=billing"],
-            "there is no such rule: did you mean 'billing-header'?",
+        ("--host 0.0.0.0", "lets other machines ask: give --api-key KEY, or --no-key"),
+        ("--host 0.0.0.0 --unit systemd", "lets other machines ask: give --api-key"),
+        ("--api-key x --no-key", "contradict each other"),
+        ("--host not.a.host.invalid --no-key", "--host not.a.host.invalid: no such address"),
+        ("--slots 0", "slots: 0 is out of range"),
+        ("--port 70000", "port: 70000 is out of range"),
+        ("--set disable_rewrite=billing", "there is no such rule: did you mean 'billing-header'?"),
+        *(
+            (f"--allow-origin {one}", f"--allow-origin {one}: has to be the beginning of a page's")
+            for one in "foo http:// http://a/b localhost:3000 http://localhost:*".split()
         ),
     ],
-    ids=["no key", "no key in a unit", "both", "no host", "slots", "port", "rule"],
 )
-@pytest.mark.exhaustive(6)
-def test_what_is_refused_at_once(arguments: list[str], words: str) -> None:
+@pytest.mark.exhaustive(8)
+def test_what_is_refused_at_once(words: str, said: str) -> None:
     """Nothing is loaded before the options are right."""
-    result = CliRunner().invoke(main, ["serve", *arguments])
-    assert (result.exit_code, words in result.stderr) == (2, True), result.stderr
+    result = serve(*words.split())
+    assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
 
 
 def test_a_port_in_use() -> None:
     """One line names the port and says what to do."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        result = CliRunner().invoke(main, ["serve", "--port", str(port)])
+        result = serve("--port", str(port))
     assert result.exit_code == 2
     assert f"port {port} of 127.0.0.1 is in use" in result.stderr
     assert "choose another --port" in result.stderr
@@ -259,35 +278,24 @@ def test_the_unit_option(program: str, command: list[str], monkeypatch: pytest.M
     assert f"WorkingDirectory={os.getcwd()}\n" in result.stdout
 
 
-def test_a_key_of_the_environment_is_not_in_the_unit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_of_the_environment_is_not_in_the_unit(config: Path) -> None:
     """One line says where it belongs; OpenBLAS, without which Linux is slow, is in the unit."""
-    arguments = ["serve", "--unit", "systemd"]
-    monkeypatch.setattr(sys, "argv", ["mlxrunner", *arguments])
-    variables = {"MLXRUNNER_API_KEY": "secret", "LD_PRELOAD": "/lib/libopenblas.so.0"}
-    result = CliRunner(env=variables).invoke(main, arguments)
+    blas = {"LD_PRELOAD": "/lib/libopenblas.so.0"}
+    result = serve("--unit", "systemd", MLXRUNNER_API_KEY="secret", **blas)
     assert 'Environment="LD_PRELOAD=/lib/libopenblas.so.0"\n' in result.stdout
     assert "secret" not in result.output
     assert result.stderr.count("\n") == 1
     assert "api_key in [serve]" in result.stderr
     assert "\n# the key is not in this file: put it into the config file" in result.stdout
-    file = tmp_path / "config.toml"
-    file.write_text('[serve]\napi_key = "secret"\n')
-    file.chmod(0o600)
-    result = CliRunner(env={"MLXRUNNER_CONFIG": str(file)}).invoke(main, arguments)
+    result = serve("--unit", "systemd", config=config)
     assert ("secret" in result.output, result.stderr) == (False, "")
 
 
 @pytest.mark.parametrize("kind", ["launchd", "systemd"])
 @pytest.mark.parametrize("key", [["--api-key", "secret"], ["--api-key=secret"]], ids=str)
-def test_a_typed_key_is_not_in_the_unit(
-    kind: str, key: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_typed_key_is_not_in_the_unit(kind: str, key: list[str]) -> None:
     """Everybody could read it there. A comment and one line say where it belongs."""
-    arguments = ["serve", *key, "--unit", kind, "--host", "0.0.0.0", "--slots", "3"]
-    monkeypatch.setattr(sys, "argv", ["mlxrunner", *arguments])
-    result = CliRunner().invoke(main, arguments)
+    result = serve(*key, "--unit", kind, "--host", "0.0.0.0", "--slots", "3")
     assert (result.exit_code, "secret" in result.output) == (0, False)
     assert "--api-key" not in result.stdout
     assert "api_key in [serve]" in result.stdout
@@ -298,54 +306,29 @@ def test_a_typed_key_is_not_in_the_unit(
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
-def test_a_key_that_others_can_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
-) -> None:
+def test_a_key_that_others_can_read(config: Path, mode: int) -> None:
     """One line says so, before the server starts."""
-    file = tmp_path / "config.toml"
-    file.write_text('[serve]\napi_key = "secret"\n')
-    file.chmod(mode)
-    arguments = ["serve", "--unit", "systemd"]
-    monkeypatch.setattr(sys, "argv", ["mlxrunner", *arguments])
-    result = CliRunner(env={"MLXRUNNER_CONFIG": str(file)}).invoke(main, arguments)
-    said = f"others can read the key in {file} (mode {mode:04o}): chmod 600 it\n"
+    config.chmod(mode)
+    result = serve("--unit", "systemd", config=config)
+    said = f"others can read the key in {config} (mode {mode:04o}): chmod 600 it\n"
     assert (result.exit_code, result.stderr) == (0, "" if mode == 0o600 else said)
 
 
-@pytest.mark.parametrize(
-    "origin", ["foo", "http://", "http://a/b", "localhost:3000", "http://localhost:*"]
-)
-def test_an_origin_that_no_page_has(origin: str) -> None:
-    result = CliRunner().invoke(main, ["serve", "--allow-origin", origin])
-    assert result.exit_code == 2
-    assert f"--allow-origin {origin}: has to be the beginning of a page's URL" in result.stderr
-
-
-def test_config_shows_no_key(tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text('[serve]\napi_key = "secret"\n')
+def test_config_shows_no_key(config: Path) -> None:
     for more in ([], ["--json"]):
-        result = CliRunner(env={"MLXRUNNER_CONFIG": str(file)}).invoke(main, ["config", *more])
+        result = CliRunner(env={"MLXRUNNER_CONFIG": str(config)}).invoke(main, ["config", *more])
         assert (result.exit_code, "secret" in result.output) == (0, False)
         assert "***" in result.output
 
 
-def test_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_file(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a section for the server; a wrong value is named with its line."""
-    file = tmp_path / "config.toml"
-    monkeypatch.setenv("MLXRUNNER_CONFIG", str(file))
-    file.write_text(
-        '[serve]\nport = 9000\nallow_origin = "http://localhost:3000"\ntemperature = 0.5\n'
-    )
-    file.chmod(0o600)
+    monkeypatch.setenv("MLXRUNNER_CONFIG", str(config))
+    origin = "http://localhost:3000"
+    config.write_text(f'[serve]\nport = 9000\nallow_origin = "{origin}"\ntemperature = 0.5\n')
     found = read_config_file().options("serve", "demo")
-    assert {name: one.value for name, one in found.items()} == {
-        "port": 9000,
-        "allow_origin": ("http://localhost:3000",),
-        "temperature": 0.5,
-    }
-    result = CliRunner().invoke(main, ["serve", "--host", "0.0.0.0"])
-    assert "lets other machines ask" in result.stderr
-    file.write_text("[serve]\nslots = 0\n")
-    result = CliRunner().invoke(main, ["serve"])
-    assert "line 2: slots: 0 is out of range" in result.stderr
+    values = {"port": 9000, "allow_origin": (origin,), "temperature": 0.5}
+    assert {name: one.value for name, one in found.items()} == values
+    assert "lets other machines ask" in serve("--host", "0.0.0.0").stderr
+    config.write_text("[serve]\nslots = 0\n")
+    assert "line 2: slots: 0 is out of range" in serve().stderr

@@ -245,6 +245,16 @@ def test_the_choice_of_tools(
 
 
 PART = [{"type": "of_the_future"}]
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*content]}]}
+
+
+def picture(**source: Any) -> dict[str, Any]:
+    return user({"type": "image", **({"source": source} if source else {})})
+
+
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": []}, "messages: it has to be a list of at least 1"),
     ("/v1/chat/completions", {"messages": [{"role": "bot"}]}, "messages.0.role: it has to be 'sys"),
@@ -287,18 +297,28 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/messages", {"messages": [{"role": "tool"}]}, "messages.0.role: it has to be 'user'"),
     (
         "/v1/messages",
-        {"messages": [{"role": "user", "content": PART}]},
+        user(*PART),
         "messages.0.content.0: content of type 'of_the_future' is not supported here, only",
     ),
     (
         "/v1/messages",
-        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+        user({"type": "tool_result"}),
         "messages.0.content.0.tool_use_id: it has to be the id of a tool_use block",
     ),
+    ("/v1/messages", user({"type": "text"}), "messages.0.content.0.text: it has to be a text"),
+    ("/v1/messages", picture(), "messages.0.content.0.source: it has to be"),
+    ("/v1/messages", picture(type="file", file_id="a"), "messages.0.content.0.source"),
+    ("/v1/messages", picture(type="base64", data=1), "messages.0.content.0.source"),
+    ("/v1/chat/completions", user({"type": "image_url"}), "messages.0.content.0.image_url"),
     (
-        "/v1/messages",
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages.0.content.0.text: it has to be a text",
+        "/v1/chat/completions",
+        user({"type": "image_url", "image_url": {}}),
+        "messages.0.content.0.image_url: it has to be",
+    ),
+    (
+        "/v1/chat/completions",
+        user({"type": "input_audio"}),
+        "messages.0.content.0: content of type 'input_audio' is not supported",
     ),
     ("/v1/messages", {"max_tokens": 0}, "max_tokens: it has to be at least 1, not 0"),
     ("/v1/messages", {"tools": [{"description": "a"}]}, "tools.0.name: a tool needs a name"),
@@ -360,8 +380,7 @@ def test_what_is_wrong_with_allowed_tools(url: str, mode: str, name: str | None,
 def test_tokens_are_counted(url: str, answers: Scripted) -> None:
     """The same prompt is counted that an answer would have."""
     tool: Any = TOOLS["/v1/messages"]
-    messages: Any = HI
-    counted = of_anthropic(url).messages.count_tokens(model="tiny", messages=messages, tools=[tool])
+    counted = of_anthropic(url).messages.count_tokens(model="tiny", messages=HI, tools=[tool])
     assert (counted.input_tokens, list(answers.last.tools)) == (42, [TOOL])
     body = {"messages": HI}
     assert httpx.post(f"{url}/v1/messages/count_tokens", json=body).status_code == 200

@@ -6,11 +6,10 @@ import copy
 import json
 import random
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.strict_templates import TEMPLATES, load_strict
+from support.strict_templates import TEMPLATES
 
 from mlxrunner.server.events import ApiError, ServerRequest
 from mlxrunner.server.manager import prompt_record
@@ -19,24 +18,27 @@ from mlxrunner.server.prompts.answer_tokens import PromptEncoder
 from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.server.prompts.rules import ENTRY, LRUCache, MemoizedFunction, footprint
 from mlxrunner.templates.messages import check_messages
-from mlxrunner.tokenizer import Tokenizer
 
-TEXTS = [
-    "hello",
-    " spaced ",
-    "<|im_end|>",
-    "</s> [INST]",
-    "",
-    "x" * 300,
-    "<think>\nwhy\n</think>\n\nso",
-]
+TEXTS = ["hello", " spaced ", "<|im_end|>", "</s> [INST]", "", "x" * 300]
+TEXTS.append("<think>\nwhy\n</think>\n\nso")
 
 
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """A tokenizer for each family of templates."""
-    root = tmp_path_factory.mktemp("remembered")
-    return {name: load_strict(root / name, name) for name in TEMPLATES}
+@pytest.fixture(params=TEMPLATES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def maker(makers: dict[str, PromptBuilder], family: str) -> PromptBuilder:
+    """A maker of a family that knows nothing."""
+    return PromptBuilder(makers[family].tokenizer, TEMPLATES[family][0])
+
+
+of_qwen3 = pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+
+
+def ask(messages: list[dict[str, Any]], **more: Any) -> ServerRequest:
+    return ServerRequest(protocol="chat", model="", messages=messages, **more)
 
 
 def message(order: random.Random) -> dict[str, Any]:
@@ -83,15 +85,9 @@ def requests(order: random.Random, count: int) -> list[ServerRequest]:
             messages = list(messages)
             messages[order.randrange(len(messages))] = message(order)
         tools = [tool(order) for _ in range(order.choice([0, 1, 2]))]
-        asked = ServerRequest(
-            protocol="chat",
-            model="",
-            id=str(number),
-            messages=copy.deepcopy(messages),
-            tools=tools,
-            thinking=order.choice([None, None, False]),
-        )
-        made.append(asked)
+        thinking = order.choice([None, None, False])
+        copied = copy.deepcopy(messages)
+        made.append(ask(copied, id=str(number), tools=tools, thinking=thinking))
     return made
 
 
@@ -105,72 +101,65 @@ def made_of(maker: PromptBuilder, asked: ServerRequest) -> Any:
     return made.prompt.tokens.tolist(), made.rules, made.link, made.source, seen.digests, seen.tools
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.exhaustive(9)
 def test_a_prompt_is_the_same_as_from_a_maker_that_knows_nothing(
-    tokenizers: dict[str, Tokenizer], family: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    maker: PromptBuilder, family: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, rules, digests and refusals, while a conversation grows, forks and is edited."""
-    template, _ = TEMPLATES[family]
     several = requests(random.Random(f"{family} {seed}"), 25)
-    known = PromptBuilder(tokenizers[family], template)
-    with_memory = [made_of(known, asked) for asked in several]
-    assert [made_of(known, asked) for asked in several] == with_memory
-    for module, name in ((rules, "_unmarked"), (rules, "_in_order")):
-        monkeypatch.setattr(module, name, MemoizedFunction(getattr(module, name)._work, 0))
+    with_memory = [made_of(maker, asked) for asked in several]
+    assert [made_of(maker, asked) for asked in several] == with_memory
+    for name in ("_unmarked", "_in_order"):
+        monkeypatch.setattr(rules, name, MemoizedFunction(getattr(rules, name)._work, 0))
     monkeypatch.setattr(builder, "MOST_BYTES", 0)
-    anew = PromptBuilder(tokenizers[family], template)
+    anew = PromptBuilder(maker.tokenizer, TEMPLATES[family][0])
+    monkeypatch.setattr(anew.tokenizer, "parts", lambda text: [text])
     for asked, expected in zip(several, with_memory, strict=True):
         anew._encoder = PromptEncoder(anew.tokenizer, most=0)
-        monkeypatch.setattr(anew.tokenizer, "parts", lambda text: [text])
         assert made_of(anew, asked) == expected
     assert any(not isinstance(one, str) for one in with_memory)
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_the_rules_make_plain_messages(tokenizers: dict[str, Tokenizer], family: str) -> None:
+def test_the_rules_make_plain_messages(maker: PromptBuilder, family: str) -> None:
     """They are not checked again before the template gets them."""
-    maker = PromptBuilder(tokenizers[family], TEMPLATES[family][0])
     for asked in requests(random.Random(family), 40):
-        checked = check_messages(asked.messages)
-        draft = rules.PromptDraft(
-            list(map(maker._with_thinking, checked)), list(map(dict, asked.tools))
+        thought = list(map(maker._with_thinking, check_messages(asked.messages)))
+        draft, _ = rules.apply(
+            rules.PromptDraft(thought, list(map(dict, asked.tools))), maker.probe
         )
-        draft, _ = rules.apply(draft, maker.probe)
         assert check_messages(draft.messages) == draft.messages
 
 
-def test_the_message_that_is_wrong_is_named(tokenizers: dict[str, Tokenizer]) -> None:
+@of_qwen3
+def test_the_message_that_is_wrong_is_named(maker: PromptBuilder) -> None:
     """By its number, also if the others are known."""
-    maker = PromptBuilder(tokenizers["qwen3"], TEMPLATES["qwen3"][0])
     good = {"role": "user", "content": "hello"}
-    maker.make(ServerRequest(protocol="chat", model="", messages=[good]))
+    maker.make(ask([good]))
     for _ in range(2):
         with pytest.raises(ApiError, match="message 1: content has to be a text"):
-            maker.make(
-                ServerRequest(protocol="chat", model="", messages=[good, {**good, "content": 5}])
-            )
+            maker.make(ask([good, {**good, "content": 5}]))
     with pytest.raises(ApiError, match="the conversation is empty"):
-        maker.make(ServerRequest(protocol="chat", model="", messages=[]))
+        maker.make(ask([]))
 
 
-def test_the_same_text_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@of_qwen3
+def test_the_same_text_is_encoded_once(
+    maker: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A conversation that goes on, or is edited at its end, encodes only what is new."""
-    tokenizer = load_strict(tmp_path / "t", "qwen3")
-    maker = PromptBuilder(tokenizer, TEMPLATES["qwen3"][0])
     encoded: list[str] = []
     for name in ("encode", "encode_more"):
-        whole = getattr(tokenizer, name)
+        whole = getattr(maker.tokenizer, name)
         monkeypatch.setattr(
-            tokenizer, name, lambda text, whole=whole: (encoded.append(text), whole(text))[1]
+            maker.tokenizer, name, lambda text, whole=whole: (encoded.append(text), whole(text))[1]
         )
     messages = [{"role": "user", "content": f"text {n} " + "x" * 100} for n in range(20)]
-    maker.make(ServerRequest(protocol="chat", model="", messages=messages))
+    maker.make(ask(messages))
     assert sum(map(len, encoded)) > 2000
     encoded.clear()
     messages[-1] = {"role": "user", "content": "another end"}
-    maker.make(ServerRequest(protocol="chat", model="", messages=messages))
+    maker.make(ask(messages))
     assert "another end" in "".join(encoded)
     assert sum(map(len, encoded)) < 100
 

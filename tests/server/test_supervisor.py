@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import anthropic
 import httpx
@@ -184,6 +183,20 @@ os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 """
 
 
+def supervised(tmp_path: Path, plan: str, code: str = WORKER) -> tuple[int, str]:
+    """Run workers by a plan of their ends; return the exit code and what is left of the plan."""
+    file = tmp_path / "plan"
+    file.write_text(f"{plan} ")
+    with socket.socket() as listening:
+        ended = Supervisor(listening, [sys.executable, "-c", code, str(file)]).run()
+    return ended, file.read_text()
+
+
+@pytest.fixture
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxrunner.server.supervisor.LONGEST_S", 0.0)
+
+
 @pytest.mark.parametrize(
     ("plan", "code", "told"),
     [
@@ -200,35 +213,25 @@ os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
         ),
     ],
 )
+@pytest.mark.usefixtures("without_pauses")
 def test_a_worker_that_dies_while_it_starts(
-    plan: str,
-    code: int,
-    told: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    plan: str, code: int, told: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is started again if one was ready before; there is a line for each death."""
-    monkeypatch.setattr("mlxrunner.server.supervisor.LONGEST_S", 0.0)
-    file = tmp_path / "plan"
-    file.write_text(plan + " ")
-    with socket.socket() as listening:
-        command = [sys.executable, "-c", WORKER, str(file)]
-        assert Supervisor(listening, command).run() == code
-    assert file.read_text() == ""
+    assert supervised(tmp_path, plan) == (code, "")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(told)
     assert all(re.search(one, line) for one, line in zip(told, lines, strict=True)), lines
+
+
+def full(*_: object, **__: object) -> int:
+    raise OSError(28, os.strerror(28))
 
 
 def test_a_journal_on_a_full_disk_gives_nobody_up(
     journal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that could not say that it is ready counts as one that was, from its start."""
-
-    def full(fd: int, data: object) -> int:
-        raise OSError(28, os.strerror(28))
-
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
         begin_journal(journal, Suspicions())
@@ -246,30 +249,25 @@ def test_the_parent_loads_no_model() -> None:
         "heavy = {'mlx', 'mlx_lm', 'numpy', 'fastapi', 'starlette', 'uvicorn', 'transformers'}\n"
         "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
+@pytest.mark.usefixtures("without_pauses")
 def test_workers_that_die_at_once_on_a_full_disk_are_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that they write says that they were never ready."""
-    monkeypatch.setattr("mlxrunner.server.supervisor.LONGEST_S", 0.0)
     monkeypatch.setattr("mlxrunner.server.supervisor.begin_journal", lambda *_: None)
-    file = tmp_path / "plan"
-    file.write_text("3 3 3 3 3 3 ")
-    worker = WORKER.replace("journal = ", "journal = None and ")
-    with socket.socket() as listening:
-        assert Supervisor(listening, [sys.executable, "-c", worker, str(file)]).run() == 3
-    assert file.read_text() == "3 "
+    code = WORKER.replace("journal = ", "journal = None and ")
+    assert supervised(tmp_path, "3 3 3 3 3 3", code) == (3, "3 ")
 
 
-def test_a_server_without_room_for_a_temporary_file_says_so() -> None:
+def test_a_server_without_room_for_a_temporary_file_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The journal of its workers is one."""
-    with (
-        mock.patch("tempfile.TemporaryFile", side_effect=OSError(28, os.strerror(28))),
-        pytest.raises(OutputError, match=r"temporary file \(TMPDIR\): .*No space left"),
-    ):
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(OutputError, match=r"temporary file \(TMPDIR\): .*No space left"):
         open_journal()
 
 

@@ -13,6 +13,7 @@ from shutil import copytree
 import pexpect
 import pytest
 from click.testing import Result
+from support.checks import ends, refused
 from support.command import run
 
 from mlxrunner.models.resolve import DEMO_FOLDER
@@ -27,42 +28,49 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def talk(name: str, *lines: str) -> Result:
-    return run(
-        "chat", "--no-reserve", "--session", name, stdin="".join(f"{line}\n" for line in lines)
-    )
+def talk(name: str, *lines: str, more: tuple[object, ...] = ()) -> Result:
+    said = "".join(f"{line}\n" for line in lines)
+    return run("chat", "--no-reserve", "--session", name, *more, stdin=said)
+
+
+def sessions(*arguments: object) -> Result:
+    return run("sessions", *arguments)
+
+
+def cache(*arguments: object) -> Result:
+    return run("cache", *arguments)
+
+
+ZORBLIN = "My name is Zorblin."
+RESTORED = "session again: 0 turns, 31 tokens restored"
 
 
 def test_without_sessions_it_says_how_to_begin_one() -> None:
     """On stderr; standard output has nothing, or an empty list."""
-    result = run("sessions", "list")
+    result = sessions("list")
     assert (result.stdout, result.exit_code) == ("", 0)
     assert "mlxrunner chat --session NAME" in result.stderr
-    assert json.loads(run("sessions", "list", "--json").stdout) == []
+    assert json.loads(sessions("list", "--json").stdout) == []
 
 
 def test_list_and_show() -> None:
     """A line each; and what was said, with the settings that are not the usual ones."""
-    talk("zor", "My name is Zorblin.")
+    talk("zor", ZORBLIN)
     talk("ana", "My name is Ana.", "/set seed 7")
-    head, first, second = run("sessions", "list").stdout.splitlines()
+    head, first, second = sessions("list").stdout.splitlines()
     assert head == "name  turns     text   caches  saved             model"
     assert re.match(r"ana +1 +[\d.]+ k?B", first)
     assert re.match(r"zor +1 +[\d.]+ k?B", second)
     assert max(map(len, (head, first, second))) <= 80
     assert second.endswith("  demo")
-    listed = json.loads(run("sessions", "list", "--json").stdout)
-    assert [(one["name"], one["turns"], one["tokens"]) for one in listed] == [
-        ("ana", 1, 29),
-        ("zor", 1, 31),
-    ]
-    shown = run("sessions", "show", "ana").stdout
+    listed = json.loads(sessions("list", "--json").stdout)
+    found = [(one["name"], one["turns"], one["tokens"]) for one in listed]
+    assert found == [("ana", 1, 29), ("zor", 1, 31)]
+    shown = sessions("show", "ana").stdout
     assert "seed 7" in shown
     assert shown.endswith("user: My name is Ana.\nassistant: Nice to meet you.\n")
-    assert (
-        json.loads(run("sessions", "show", "ana", "--json").stdout)["messages"][0]["content"]
-        == "My name is Ana."
-    )
+    as_json = json.loads(sessions("show", "ana", "--json").stdout)
+    assert as_json["messages"][0]["content"] == "My name is Ana."
 
 
 @pytest.mark.parametrize("name", ["zor", "n" * 28, "n" * 41])
@@ -70,71 +78,58 @@ def test_a_session_is_one_line_of_a_terminal(name: str, tmp_path: Path) -> None:
     """The model is shortened and the least important columns go; a pipe gets everything."""
     model = tmp_path / "Llama-3.2-1B-Instruct-of-a-very-long-name-4bit"
     copytree(DEMO_FOLDER, model)
-    run("chat", "--no-reserve", "--session", name, "-m", model, stdin="Hi\n")
-    command = [sys.executable, "-m", "mlxrunner", "sessions"]
-    shown = pexpect.run(shlex.join(command), dimensions=(24, 80), encoding="utf-8").splitlines()
+    talk(name, "Hi", more=("-m", model))
+    command = shlex.join([sys.executable, "-m", "mlxrunner", "sessions"])
+    shown = pexpect.run(command, dimensions=(24, 80), encoding="utf-8").splitlines()
     assert len(shown) == 2
     assert max(map(len, shown)) <= 80
     assert re.match(rf"{name} .* Lla.*\.\.\..*4bit$", shown[1])
-    assert run("sessions").stdout.endswith(f"  {model}\n")
+    assert sessions().stdout.endswith(f"  {model}\n")
 
 
 def test_a_broken_session_does_not_hide_the_others(data: Path) -> None:
     """It is named on stderr, in one line, and can be removed."""
-    talk("zor", "My name is Zorblin.")
+    talk("zor", ZORBLIN)
     talk("bad", "Hello!")
     (data / "sessions" / "bad" / TEXT).write_text("{")
-    result = run("sessions", "list")
+    result = sessions("list")
     assert "\nzor " in result.stdout
     assert result.stderr.startswith("mlxrunner: the session 'bad' (")
     assert result.stderr.count("\n") == 1
-    assert run("sessions", "show", "bad").exit_code == 2
-    assert run("sessions", "rm", "bad").exit_code == 0
+    assert sessions("show", "bad").exit_code == 2
+    assert sessions("rm", "bad").exit_code == 0
     assert SessionStore().names() == ["zor"]
 
 
 def test_what_a_session_says_can_not_drive_the_terminal(data: Path) -> None:
-    talk("zor", "My name is Zorblin.")
+    talk("zor", ZORBLIN)
     file = data / "sessions" / "zor" / TEXT
-    file.write_text(
-        file.read_text()
-        .replace("My name is Zorblin.", "\\u001b[2J" + 15 * "x")
-        .replace('"demo"', '"\\u001b]0;x\\u0007"')
-    )
+    text = file.read_text().replace(ZORBLIN, "\\u001b[2J" + 15 * "x")
+    file.write_text(text.replace('"demo"', '"\\u001b]0;x\\u0007"'))
     for command in (("list",), ("show", "zor"), ("export", "zor", "-")):
-        result = run("sessions", *command)
+        result = sessions(*command)
         assert "\x1b" not in result.stdout
         assert "\\x1b" in result.stdout
 
 
 def test_export(tmp_path: Path) -> None:
     """`sessions export` writes Markdown or JSON, to a new file, with --force, or to -."""
-    talk("zor", "My name is Zorblin.")
+    talk("zor", ZORBLIN)
     markdown, as_json = tmp_path / "zor.md", tmp_path / "zor.json"
-    assert (
-        run("sessions", "export", "zor", str(markdown)).stderr == f"1 turn written to {markdown}\n"
-    )
-    assert (
-        markdown.read_text()
-        == "## User\n\nMy name is Zorblin.\n\n## Assistant\n\nNice to meet you.\n"
-    )
+    text = "## User\n\nMy name is Zorblin.\n\n## Assistant\n\nNice to meet you.\n"
+    assert sessions("export", "zor", markdown).stderr == f"1 turn written to {markdown}\n"
+    assert markdown.read_text() == sessions("export", "zor", "-").stdout == text
     assert markdown.stat().st_mode & 0o777 == 0o600
-    assert run("sessions", "export", "zor", "-").stdout == markdown.read_text()
-    run("sessions", "export", "zor", str(as_json))
-    assert json.loads(as_json.read_text())["messages"][0] == {
-        "role": "user",
-        "content": "My name is Zorblin.",
-    }
+    sessions("export", "zor", as_json)
+    first = json.loads(as_json.read_text())["messages"][0]
+    assert first == {"role": "user", "content": ZORBLIN}
     markdown.write_text("mine")
-    again = run("sessions", "export", "zor", str(markdown))
-    assert (again.exit_code, again.stderr) == (
-        2,
-        f"mlxrunner: {markdown} is there already: --force overwrites it\n",
-    )
+    said = f"mlxrunner: {markdown} is there already: --force overwrites it\n"
+    refused(sessions("export", "zor", markdown), said)
     assert markdown.read_text() == "mine"
-    run("sessions", "export", "zor", str(markdown), "--force")
-    assert markdown.read_text() != "mine"
-    assert run("sessions", "export", "zor", str(tmp_path / "no" / "where")).exit_code == 2
+    sessions("export", "zor", markdown, "--force")
+    assert markdown.read_text() == text
+    assert sessions("export", "zor", tmp_path / "no" / "where").exit_code == 2
 
 
 def test_rm_goes_on_where_it_can() -> None:
@@ -142,37 +137,35 @@ def test_rm_goes_on_where_it_can() -> None:
     for name in ("zor", "open", "ana"):
         talk(name, "Hello!")
     with SessionStore().lock("open"):
-        result = run("sessions", "rm", "nope", "zor", "zor", "open", "ana")
+        result = sessions("rm", "nope", "zor", "zor", "open", "ana")
     assert result.stderr == (
         "mlxrunner: no session is called 'nope'; `mlxrunner sessions list` lists them; "
         "the session 'open' is open in another chat: close that, or use another name\n"
     )
     assert result.exit_code == 2
     assert SessionStore().names() == ["open"]
-    assert run("sessions", "rm", "open").exit_code == 0
+    assert sessions("rm", "open").exit_code == 0
     assert list(SessionStore().folder.iterdir()) == []
 
 
 def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
     """A session made of an exported file goes on and evaluates only what is new."""
-    talk("zor", "My name is Zorblin.")
+    talk("zor", ZORBLIN)
     file = tmp_path / "zor.safetensors"
-    assert run("cache", "export", "zor", str(file)).stderr == "31 tokens\n"
-    assert run("cache", "export", "zor", str(file)).exit_code == 2  # it is there
-    result = run("cache", "import", str(file), "--session", "again")
-    assert result.stderr == (
+    assert cache("export", "zor", file).stderr == "31 tokens\n"
+    assert cache("export", "zor", file).exit_code == 2  # it is there
+    assert cache("import", file, "--session", "again").stderr == (
         "31 tokens: in `mlxrunner chat --session again`, a prompt that begins with them does not "
         "evaluate them again\n"
     )
     talk("again")  # opened and left without a turn
-    said = talk("again", "/stats", "My name is Zorblin.", "/stats")
-    assert said.stderr.startswith("session again: 0 turns, 31 tokens restored (286 kB)\n")
+    said = talk("again", "/stats", ZORBLIN, "/stats")
+    assert said.stderr.startswith(f"{RESTORED} (286 kB)\n")
     assert "24 cached, 0 missed, 0 displaced, 1 new" in said.stderr
     assert said.stdout == "Nice to meet you.\n"
-    taken = run("cache", "import", str(file), "--session", "zor")
-    assert (
-        taken.stderr
-        == "mlxrunner: the session 'zor' exists already: `mlxrunner sessions rm zor` removes it\n"
+    refused(
+        cache("import", file, "--session", "zor"),
+        "mlxrunner: the session 'zor' exists already: `mlxrunner sessions rm zor` removes it\n",
     )
 
 
@@ -181,19 +174,14 @@ def test_an_imported_session_knows_its_model_from_everywhere(
 ) -> None:
     """A directory is named by its whole path."""
     copytree(DEMO_FOLDER, tmp_path / "demodir")
-    talk("zor", "My name is Zorblin.")
-    run("cache", "export", "zor", str(tmp_path / "zor.safetensors"))
+    talk("zor", ZORBLIN)
     monkeypatch.chdir(tmp_path)
-    assert (
-        run("cache", "import", "zor.safetensors", "-m", "./demodir", "--session", "again").exit_code
-        == 0
-    )
+    cache("export", "zor", "zor.safetensors")
+    ends(cache("import", "zor.safetensors", "-m", "./demodir", "--session", "again"), 0)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert SessionStore().load("again").model == str(tmp_path / "demodir")
-    assert talk("again", "My name is Zorblin.").stderr.startswith(
-        "session again: 0 turns, 31 tokens restored"
-    )
+    assert talk("again", ZORBLIN).stderr.startswith(RESTORED)
 
 
 def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
@@ -205,92 +193,68 @@ def test_the_tokens_of_a_foreign_file_are_given(tmp_path: Path) -> None:
     import mlx.core as mx  # isort: skip
 
     runner = Runner.load("demo", reserve=False)
-    tokens = [
-        int(token)
-        for token in runner.tokenize([{"role": "user", "content": "My name is Zorblin."}])
-    ]
-    cache = make_prompt_cache(runner.model)
-    runner.model(mx.array([tokens]), cache=cache)
+    tokens = list(map(int, runner.tokenize([{"role": "user", "content": ZORBLIN}])))
+    layers = make_prompt_cache(runner.model)
+    runner.model(mx.array([tokens]), cache=layers)
     file, ids = tmp_path / "x.safetensors", tmp_path / "ids.json"
-    save_prompt_cache(str(file), cache)
+    save_prompt_cache(str(file), layers)
     ids.write_text(json.dumps(tokens))
-    arguments = ("cache", "import", str(file), "--session")
-    assert (
-        run(*arguments, "none").stderr
-        == f"mlxrunner: {file}: does not say which tokens it is of: give them with --tokens\n"
-    )
-    assert run(*arguments, "one", "--tokens", json.dumps(tokens)).exit_code == 0
-    assert run(*arguments, "two", "--tokens", f"@{ids}").exit_code == 0
+    arguments = ("import", file, "--session")
+    said = f"mlxrunner: {file}: does not say which tokens it is of: give them with --tokens\n"
+    assert cache(*arguments, "none").stderr == said
+    assert cache(*arguments, "one", "--tokens", json.dumps(tokens)).exit_code == 0
+    assert cache(*arguments, "two", "--tokens", f"@{ids}").exit_code == 0
     os.mkfifo(tmp_path / "fifo")
     files = ("@nowhere", "@/dev/zero", f"@{tmp_path}/fifo", "@a\ud800")
     lists = ("1 2", "{}", '["a"]', "[-1]", "[1.5]", "[[1]]", "[1e999]", "[" * 9999, f"[{10**20}]")
     for wrong in (*files, *lists, f"{tokens[:-1]}"):
-        result = run(*arguments, "three", "--tokens", wrong)
+        result = cache(*arguments, "three", "--tokens", wrong)
         assert result.exit_code in (1, 2), wrong
         assert result.stderr.count("\n") == 1
     assert SessionStore().names() == ["one", "two"]
-    said = talk("two", "My name is Zorblin.", "/stats")
+    said = talk("two", ZORBLIN, "/stats")
     assert said.stdout == "Nice to meet you.\n"
     assert f"{len(tokens) - 1} cached, 0 missed, 0 displaced, 1 new" in said.stderr
 
 
 def test_a_session_without_caches_can_not_be_exported(tmp_path: Path) -> None:
-    run("chat", "--no-reserve", "--session", "zor", "--set", "no_cache_file=true", stdin="Hello!\n")
-    result = run("cache", "export", "zor", str(tmp_path / "x.safetensors"))
+    talk("zor", "Hello!", more=("--set", "no_cache_file=true"))
+    result = cache("export", "zor", tmp_path / "x.safetensors")
     assert result.stderr == "mlxrunner: the session 'zor' was saved without caches\n"
 
 
-def test_caches_that_the_model_has_left_behind_are_not_exported(tmp_path: Path, data: Path) -> None:
+def test_caches_that_the_model_has_left_behind_are_not_exported(tmp_path: Path) -> None:
     """It has other weights now: one line says so."""
     from support.models import write_model
 
     folder = tmp_path / "model"
     write_model(folder, vocab_size=300)
-    said = run(
-        "chat",
-        "--no-reserve",
-        "-m",
-        str(folder),
-        "--session",
-        "zor",
-        "--max-tokens",
-        "3",
-        stdin="Hello!\n",
-    )
-    assert said.exit_code == 0
+    assert talk("zor", "Hello!", more=("-m", folder, "--max-tokens", 3)).exit_code == 0
     write_model(folder, vocab_size=300, seed=1)
-    result = run("cache", "export", "zor", str(tmp_path / "x.safetensors"))
-    assert (
-        result.stderr
-        == f"mlxrunner: the session 'zor' was made with other weights than {folder} has now\n"
+    refused(
+        cache("export", "zor", tmp_path / "x.safetensors"),
+        f"mlxrunner: the session 'zor' was made with other weights than {folder} has now\n",
     )
-    assert result.exit_code == 2
 
 
 def test_a_quantized_session_goes_out_and_comes_back(tmp_path: Path) -> None:
     """--kv-bits is seen by the file; the import has to be told."""
     file = tmp_path / "zor.safetensors"
-    run("chat", "--no-reserve", "--session", "zor", "--kv-bits", "8", stdin="My name is Zorblin.\n")
-    assert run("cache", "export", "zor", str(file)).stderr == "31 tokens\n"
-    refused = run("cache", "import", str(file), "--session", "again").stderr
-    assert "it has a QuantizedKVCache for a full layer" in refused
-    assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "3").exit_code == 2
-    assert run("cache", "import", str(file), "--session", "again", "--kv-bits", "8").exit_code == 0
-    assert talk("again", "My name is Zorblin.").stderr.startswith(
-        "session again: 0 turns, 31 tokens restored"
-    )
+    talk("zor", ZORBLIN, more=("--kv-bits", 8))
+    assert cache("export", "zor", file).stderr == "31 tokens\n"
+    taken = ("import", file, "--session", "again")
+    assert "it has a QuantizedKVCache for a full layer" in cache(*taken).stderr
+    assert [cache(*taken, "--kv-bits", bits).exit_code for bits in (3, 8)] == [2, 0]
+    assert talk("again", ZORBLIN).stderr.startswith(RESTORED)
 
 
 def test_template_variables_are_kept_and_may_be_given_anew() -> None:
     """Saved with the session; what the command line says wins."""
-    for option, expected in (
-        (
-            ("--chat-template-var", "style=brief", "--chat-template-var", "n=1"),
-            {"style": "brief", "n": 1},
-        ),
-        ((), {"style": "brief", "n": 1}),
-        (("--chat-template-var", "style=long"), {"style": "long", "n": 1}),
+    for given, style in (
+        (("style=brief", "n=1"), "brief"),
+        ((), "brief"),
+        (("style=long",), "long"),
     ):
-        result = run("chat", "--no-reserve", "--session", "ana", *option, stdin="Hello!\n")
-        assert result.exit_code == 0, result.stderr
-        assert SessionStore().load("ana").settings["variables"] == expected
+        more = tuple(word for one in given for word in ("--chat-template-var", one))
+        ends(talk("ana", "Hello!", more=more), 0)
+        assert SessionStore().load("ana").settings["variables"] == {"style": style, "n": 1}

@@ -34,28 +34,22 @@ class Raw(str):
 
 
 def encoded(value: Any) -> str:
-    if isinstance(value, Raw):
-        return value
-    if isinstance(value, dict):
-        return (
-            "{"
-            + ",".join(f"{json.dumps(name)}:{encoded(one)}" for name, one in value.items())
-            + "}"
-        )
-    return (
-        "[" + ",".join(map(encoded, value)) + "]" if isinstance(value, list) else json.dumps(value)
-    )
+    match value:
+        case Raw():
+            return value
+        case dict():
+            members = (f"{json.dumps(name)}:{encoded(one)}" for name, one in value.items())
+            return f"{{{','.join(members)}}}"
+        case list():
+            return f"[{','.join(map(encoded, value))}]"
+    return json.dumps(value)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every container in it, with each of its keys; of long lists the first three."""
-    keys = (
-        list(value)
-        if isinstance(value, dict)
-        else list(range(min(len(value), 3)))
-        if isinstance(value, list)
-        else []
-    )
+    keys: Any = ()
+    if isinstance(value, dict | list):
+        keys = list(value) if isinstance(value, dict) else range(min(len(value), 3))
     for key in keys:
         yield value, key
         yield from places(value[key])
@@ -97,15 +91,13 @@ def change_header(rng: random.Random, folder: Path) -> None:
     header = json.loads(found[8 : 8 + size])
     inner = rng.choice(["about", "about", "crc32"])
     if rng.random() < 0.5:
-        header["__metadata__"][inner] = encoded(
-            changed(rng, json.loads(header["__metadata__"][inner]))
-        )
+        known = json.loads(header["__metadata__"][inner])
+        header["__metadata__"][inner] = encoded(changed(rng, known))
     else:
         header = changed(rng, header)
     text = encoded(header).encode()
-    file.write_bytes(
-        struct.pack("<Q", len(text) + rng.choice([0, 0, 0, -1, 2**40])) + text + found[8 + size :]
-    )
+    told = struct.pack("<Q", len(text) + rng.choice([0, 0, 0, -1, 2**40]))
+    file.write_bytes(told + text + found[8 + size :])
 
 
 def change_size(rng: random.Random, folder: Path) -> None:
@@ -117,25 +109,24 @@ def change_size(rng: random.Random, folder: Path) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a session with two branches and a system prompt, and one with 8-bit arrays."""
     data = tmp_path_factory.mktemp("made")
-    for name, options in (("a", []), ("b", ["--set", "session_kv_bits=8"])):
-        run(
-            data,
-            ["chat", "--no-reserve", "--session", name, *options],
-            "My name is Ana.\n/branch x\n/undo\n/system Hi.\nHello!\n",
-        )
+    lines = "My name is Ana.\n/branch x\n/undo\n/system Hi.\nHello!\n"
+    for name, options in (("a", ""), ("b", "--set session_kv_bits=8")):
+        run(data, f"chat --no-reserve --session {name} {options}".split(), lines)
     return data
+
+
+@pytest.fixture
+def data(made: Path, tmp_path: Path) -> Path:
+    """A copy of these sessions."""
+    return Path(shutil.copytree(made, tmp_path / "data"))
 
 
 def run(data: Path, arguments: list[str], lines: str = "") -> str:
     """Return what a command says about it, which is never an internal error."""
-    result = CliRunner().invoke(
-        cli.main, arguments, input=lines, env={"MLXRUNNER_DATA": str(data), "HF_HUB_OFFLINE": "1"}
-    )
-    said = result.stderr
-    assert result.exception is None or isinstance(result.exception, SystemExit), (
-        arguments,
-        result.exception,
-    )
+    env = {"MLXRUNNER_DATA": str(data), "HF_HUB_OFFLINE": "1"}
+    result = CliRunner().invoke(cli.main, arguments, input=lines, env=env)
+    said, error = result.stderr, result.exception
+    assert error is None or isinstance(error, SystemExit), (arguments, error)
     assert "internal error" not in said, (arguments, said)
     assert "Traceback" not in said, (arguments, said)
     assert max(map(len, said.splitlines()), default=0) < 1000, (arguments, said[:200])
@@ -167,45 +158,36 @@ def test_no_session_ends_a_command_in_an_internal_error(
         shutil.rmtree(data)
 
 
-def test_a_session_from_the_end_of_time_is_listed(made: Path, tmp_path: Path) -> None:
+def test_a_session_from_the_end_of_time_is_listed(data: Path) -> None:
     """Its time of saving, and the files beside it, may be any."""
-    shutil.copytree(made, tmp_path / "data")
+    file = data / "sessions" / "a" / TEXT
     for saved_at in ("1" + "0" * 400, "-" + "1" * 400, "1e308", "1e999", "-1"):
-        file = tmp_path / "data" / "sessions" / "a" / TEXT
         found = json.loads(file.read_text())
         file.write_text(encoded(found | {"saved_at": Raw(saved_at)}))
-        assert run(tmp_path / "data", ["sessions", "list"]) == ""
-        assert run(tmp_path / "data", ["sessions", "show", "a"]) == ""
+        assert run(data, ["sessions", "list"]) == ""
+        assert run(data, ["sessions", "show", "a"]) == ""
 
 
 @pytest.mark.parametrize(
     "model", ["x" * 100_000, "a\0b", "~nobody/x", "\ud800", "/" + "y/" * 5000, "\n", ""]
 )
-def test_a_model_that_no_file_can_be_is_one_line(made: Path, tmp_path: Path, model: str) -> None:
+def test_a_model_that_no_file_can_be_is_one_line(data: Path, tmp_path: Path, model: str) -> None:
     """The session names it."""
-    shutil.copytree(made, tmp_path / "data")
-    file = tmp_path / "data" / "sessions" / "a" / TEXT
+    file = data / "sessions" / "a" / TEXT
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model}))
-    for command in (
-        ["chat", "--no-reserve", "--session", "a"],
-        ["cache", "export", "a", str(tmp_path / "x.safetensors")],
-    ):
-        assert run(tmp_path / "data", command, "Hello!\n").count("\n") == 1
-    assert run(tmp_path / "data", ["sessions", "list"]) == ""
-    assert "session a: 1 turn" in run(
-        tmp_path / "data",
-        ["chat", "--no-reserve", "--session", "a", "-m", "demo", "--switch-model"],
-        "Hello!\n",
-    )
+    chat = ["chat", "--no-reserve", "--session", "a"]
+    for command in (chat, ["cache", "export", "a", str(tmp_path / "x.safetensors")]):
+        assert run(data, command, "Hello!\n").count("\n") == 1
+    assert run(data, ["sessions", "list"]) == ""
+    assert "session a: 1 turn" in run(data, [*chat, "-m", "demo", "--switch-model"], "Hello!\n")
 
 
-def test_names_that_are_none_are_one_line(made: Path, tmp_path: Path) -> None:
+def test_names_that_are_none_are_one_line(data: Path, tmp_path: Path) -> None:
     """With a NUL, of half characters, of devices; for every command that takes a name."""
-    shutil.copytree(made, tmp_path / "data")
     os.mkfifo(tmp_path / "fifo")
     commands = "save,save -f,load,load -f,file,export,export -f,branch,branch -d,switch,model"
     names = ["a\0b", "\0", "..", "../a", "a/b", ".", "x" * 300, str(tmp_path / "fifo"), "١\0"]
     lines = [f"/{one} {name}" for one in commands.split(",") for name in names]
     lines += ["/save", "/save a b", "/load"]
-    said = run(tmp_path / "data", ["chat", "--no-reserve"], "\n".join(lines))
+    said = run(data, ["chat", "--no-reserve"], "\n".join(lines))
     assert len(said.splitlines()) == len(lines)

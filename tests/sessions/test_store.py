@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,13 +38,8 @@ def session(text: str = "hello", tokens: int = 5) -> Session:
     )
 
 
-TURN: dict[str, object] = {
-    "user": "hello",
-    "answer": "hello",
-    "begins": None,
-    "ends": None,
-    "closing": "",
-}
+TURN: dict[str, object] = {"user": "hello", "answer": "hello", "closing": ""}
+TURN |= {"begins": None, "ends": None}
 BEGIN, END = {"characters": 0, "tokens": 0}, {"characters": 5, "tokens": 5}
 
 
@@ -63,6 +60,17 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def edited(store: SessionStore) -> Iterator[Any]:
+    """Save a session, let the block change what its text says, and leave out the checksum."""
+    store.save("one", session())
+    file = store.folder / "one" / TEXT
+    content = json.loads(file.read_text())
+    del content["crc32"]
+    yield content
+    file.write_text(json.dumps(content))
 
 
 def test_what_was_saved_is_loaded(store: SessionStore) -> None:
@@ -98,33 +106,14 @@ def test_the_users_folder_is_where_the_system_has_such_things(
     assert SessionStore().folder == tmp_path / "chosen" / "sessions"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x",
-        "a/b",
-        "/etc/passwd",
-        "",
-        ".",
-        "..",
-        ".hidden",
-        "a b",
-        "a\n",
-        "x" * 49,
-        "-f",
-        "a\0b",
-        "~",
-    ],
-)
+NO_NAMES = ["../x", "a/b", "/etc/passwd", "", ".", "..", ".hidden", "a b", "a\n", "x" * 49, "-f"]
+
+
+@pytest.mark.parametrize("name", [*NO_NAMES, "a\0b", "~"])
 def test_a_name_is_no_path(store: SessionStore, name: str) -> None:
     """Refused in one line by everything that takes a name; nothing is made anywhere."""
-    for act in (
-        store.load,
-        store.remove,
-        store.folder_of,
-        store.exists,
-        lambda name: store.save(name, session()),
-    ):
+    acts = (store.load, store.remove, store.folder_of, store.exists)
+    for act in (*acts, lambda name: store.save(name, session())):
         with pytest.raises(SessionError, match="can't be a session's name") as caught:
             act(name)
         assert "\n" not in str(caught.value)
@@ -171,25 +160,11 @@ def test_what_is_no_file_is_refused(store: SessionStore) -> None:
             stored_entry(store.folder_of("one"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        "1",
-        '"x"',
-        "[" * 100_000,
-        '{"a":' * 100_000,
-        "\xff",
-        '{"schema": 1}',
-        '{"schema": 2}',
-        '{"schema": NaN}',
-        '{"schema": ' + "9" * 10_000 + "}",
-    ],
-    ids=range(13),
-)
+WRONG_TEXTS = ["", "{", "[]", "null", "1", '"x"', "[" * 100_000, '{"a":' * 100_000, "\xff"]
+WRONG_TEXTS += [f'{{"schema": {value}}}' for value in ("1", "2", "NaN", "9" * 10_000)]
+
+
+@pytest.mark.parametrize("text", WRONG_TEXTS, ids=range(len(WRONG_TEXTS)))
 def test_a_text_that_is_none_of_ours_is_one_line(store: SessionStore, text: str) -> None:
     store.save("one", session())
     (store.folder / "one" / TEXT).write_bytes(text.encode("latin-1"))
@@ -199,56 +174,44 @@ def test_a_text_that_is_none_of_ours_is_one_line(store: SessionStore, text: str)
     assert len(str(caught.value)) < 500
 
 
+MAIN = "branches main"
+HISTORY = f"{MAIN} history"
+FIRST = f"{HISTORY} turns 0"
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (["model"], 3),
-        (["branch"], "nowhere"),
-        (["branches"], []),
-        (["branches", "main"], None),
-        (["settings"], "x"),
-        (["saved_at"], "now"),
-        (["branches", "main", "system"], 1),
-        (["branches", "main", "history", "turns"], {}),
-        (["branches", "main", "history", "turns", 0], 7),
-        (["branches", "main", "history", "turns", 0, "user"], ["x"]),
-        (["branches", "main", "history", "first"], 9),
-        (["branches", "main", "history", "first"], -1),
-        (["branches", "main", "history", "dropped"], -1),
-        (["branches", "main", "history", "spelling", "tokens"], [1, -1]),
-        (["branches", "main", "history", "spelling", "tokens"], [1.5]),
-        (["branches", "main", "history", "spelling", "tokens"], [2**31]),
-        (["branches", "main", "history", "spelling", "tokens"], [True]),
-        (["branches", "main", "history", "turns", 0, "ends"], {"characters": 0, "tokens": 99}),
-        (["branches", "main", "history", "turns", 0, "begins"], {"characters": -1, "tokens": 0}),
-        (["fingerprint"], None),
-        (
-            ["branches", "main", "history", "turns", 0],
-            TURN | {"begins": END | {"characters": 0}, "ends": END | {"tokens": 0}},
-        ),
-        (
-            ["branches", "main", "history", "turns", 0],
-            TURN | {"begins": END | {"tokens": 0}, "ends": END | {"characters": 0}},
-        ),
-        (
-            ["branches", "main", "history", "turns"],
-            [TURN | {"ends": END}, TURN | {"begins": BEGIN}],
-        ),
+        ("model", 3),
+        ("branch", "nowhere"),
+        ("branches", []),
+        (MAIN, None),
+        ("settings", "x"),
+        ("saved_at", "now"),
+        ("fingerprint", None),
+        (f"{MAIN} system", 1),
+        (f"{HISTORY} turns", {}),
+        (f"{HISTORY} turns", [TURN | {"ends": END}, TURN | {"begins": BEGIN}]),
+        *((f"{HISTORY} first", value) for value in (9, -1)),
+        (f"{HISTORY} dropped", -1),
+        *((f"{HISTORY} spelling tokens", one) for one in ([1, -1], [1.5], [2**31], [True])),
+        (FIRST, 7),
+        (FIRST, TURN | {"begins": END | {"characters": 0}, "ends": END | {"tokens": 0}}),
+        (FIRST, TURN | {"begins": END | {"tokens": 0}, "ends": END | {"characters": 0}}),
+        (f"{FIRST} user", ["x"]),
+        (f"{FIRST} ends", {"characters": 0, "tokens": 99}),
+        (f"{FIRST} begins", {"characters": -1, "tokens": 0}),
     ],
     ids=str,
 )
 def test_a_text_with_a_wrong_value_is_one_line(
-    store: SessionStore, path: list[str], value: object
+    store: SessionStore, path: str, value: object
 ) -> None:
     """Types, bounds and what belongs together are checked."""
-    store.save("one", session())
-    file = store.folder / "one" / TEXT
-    place = content = json.loads(file.read_text())
-    del content["crc32"]
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = value
-    file.write_text(json.dumps(content))
+    *steps, last = [int(step) if step == "0" else step for step in path.split()]
+    with edited(store) as content:
+        place = reduce(lambda place, step: place[step], steps, content)
+        place[last] = value
     with pytest.raises(SessionError) as caught:
         store.load("one")
     assert "\n" not in str(caught.value)
@@ -256,11 +219,8 @@ def test_a_text_with_a_wrong_value_is_one_line(
 
 def test_a_file_of_an_older_version_keeps_its_tokens(store: SessionStore) -> None:
     """Files of up to version 0.2 have no checksum."""
-    store.save("one", session())
-    file = store.folder / "one" / TEXT
-    content = json.loads(file.read_text())
-    del content["crc32"]
-    file.write_text(json.dumps(content))
+    with edited(store) as content:
+        pass
     assert store.load("one").to_json() == json.dumps(content)
 
 
@@ -286,18 +246,12 @@ def test_tokens_go_with_a_checksum_that_is_wrong_and_texts_stay(
     assert not store.load("one").is_changed
 
 
+COUNTED = SessionTurn("I have 5 cats", "5", Position(13, 3), Position(14, 4), "<end>")
+CATS = Rendering("I have 5 cats5", (5, 17, 4711, 9))
 LONG = Session(
     "demo",
     {
-        name: Branch(
-            system,
-            History(
-                (SessionTurn("I have 5 cats", "5", Position(13, 3), Position(14, 4), "<end>"),) * 1,
-                Rendering("I have 5 cats5", (5, 17, 4711, 9)),
-                first=1,
-                dropped=2,
-            ),
-        )
+        name: Branch(system, History((COUNTED,), CATS, first=1, dropped=2))
         for name, system in (("main", None), ("other", "You count."))
     },
     settings={"options": {"temperature": 0.5}},
@@ -336,16 +290,12 @@ def test_a_full_disk_costs_nothing_that_was_there(store: SessionStore) -> None:
     """
     store.save("one", session("old"))
     store.save_cache("one", written(1))
+    said = "the session 'one' could not be saved: File too large"
     with files_of_at_most(2000):
         store.save("one", session("new"))
-        with pytest.raises(
-            SessionError, match=r"caches of the session 'one' could not be saved: File too large"
-        ):
+        with pytest.raises(SessionError, match=f"caches of {said}"):
             store.save_cache("one", written(2))
-    with (
-        files_of_at_most(10),
-        pytest.raises(SessionError, match="the session 'one' could not be saved: File too large"),
-    ):
+    with files_of_at_most(10), pytest.raises(SessionError, match=said):
         store.save("one", session("newest"))
     assert store.load("one").history.turns[0].user == "new"
     assert (store.folder / "one" / PIECE).read_bytes() == b"\1" * 4000
@@ -408,15 +358,12 @@ with SessionStore(Path(sys.argv[1])).lock("one"):
 def test_two_processes_can_not_write_one_session(store: SessionStore) -> None:
     """A second writer is refused in one line, a reader is not, and a kill frees the session."""
     store.save("one", session())
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(store.folder)], stdout=subprocess.PIPE, text=True
-    ) as other:
+    command = [sys.executable, "-c", HOLD, str(store.folder)]
+    said = "the session 'one' is open in another chat: close that, or use another name"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(
-            SessionError,
-            match="the session 'one' is open in another chat: close that, or use another name",
-        ):
+        with pytest.raises(SessionError, match=said):
             store.save("one", session())
         assert store.load("one").model == "demo"
         other.kill()

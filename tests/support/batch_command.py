@@ -13,8 +13,16 @@ from mlxrunner import cli
 FACTS = ["My name is Ana.", "My name is Zorblin."]
 
 
-def run(*arguments: object, stdin: str | bytes = "") -> Result:
-    return CliRunner().invoke(cli.main, ["batch", *map(str, arguments)], input=stdin)
+def run(words: object, *arguments: object, stdin: str | bytes = "") -> Result:
+    """Run the command. The first words are split at spaces, further arguments are not."""
+    given = [*str(words).split(), *map(str, arguments)]
+    return CliRunner().invoke(cli.main, ["batch", *given], input=stdin)
+
+
+def run_lines(words: str, *lines: Any) -> Result:
+    """Write lines, and run them with `words`; the answers go to `out.jsonl`."""
+    write(*lines)
+    return run(f"in.jsonl -o out.jsonl {words}")
 
 
 def write(*lines: Any, file: str = "in.jsonl") -> str:
