@@ -98,22 +98,31 @@ def test_no_text_of_a_client_drives_a_terminal(
             body["messages"][0]["content"] += text
             answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
             assert answer.status_code == 200
-        page = httpx.get(url + path.format(id=answer.json()["id"], odd=quote(odd)))
+        found = httpx.get(url + path.format(id=answer.json()["id"], odd=quote(odd))).text
         refused = httpx.post(f"{url}/v1/chat/completions", json={**body, "model": odd}).text
     record.close()
-    found = page.text
     shown = [found, refused, caplog.text, (tmp_path / "events.jsonl").read_text()]
     for text in shown if path == "/slots" else shown[:2]:
         assert not CONTROLS.search(text)
     assert path == "/metrics" or "odd" in found
     assert "odd" in refused
-    if path == "/":
-        assert page.headers["content-type"].startswith("text/html")
-        assert "of the last request were cached" in found
 
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2028]")
 """Characters that drive a terminal, or end a line or turn it around."""
+
+
+def test_a_server_shows_its_requests() -> None:
+    """The page at `/` of a running server has what was just asked."""
+    with served("actor", DONE) as (url, _):
+        headers = {"user-agent": "my-client/1.0"}
+        body = {"model": "actor", "messages": HI}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        page = httpx.get(f"{url}/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "my-client" in page.text
+    assert "of the last request were cached" in page.text
 
 
 @needs_chromium
