@@ -28,9 +28,8 @@ def test_code_is_copied_from_the_last_answer_that_has_some(
 
     monkeypatch.setattr("mlxrunner.chat.commands.copy", copy)
     do("Hello!", "How are you?")
-    assert do("/copy code") == [
-        "error: no answer has a block of code: /copy copies the whole last answer"
-    ]
+    none = "error: no answer has a block of code: /copy copies the whole last answer"
+    assert do("/copy code") == [none]
     chat.conversation.answer_with(0, FENCED)
     do("Thanks!")
     assert do("/copy code") == ["copied 2 lines of code in message 2 by hand"]
@@ -69,14 +68,14 @@ def test_clearing_is_offered_only_where_it_makes_room(chat: Chat, do: Do, tmp_pa
     """Clearing is offered unless the message itself is too long; waiting files are named first."""
     chat.conversation.options = {"overflow": "stop", "max_tokens": 3}
     (tmp_path / "a.txt").write_text("word " * 600)
-    too_long, damaged, cut, due_to_turns, *_, with_files = do(
+    texts = [
         "word " * 3000,
         "half \udc80",
-        "word " * 800,
-        "word " * 800,
+        *["word " * 800] * 2,
         f"/file {tmp_path}/a.txt",
         "Hello!",
-    )[1:]
+    ]
+    too_long, damaged, cut, due_to_turns, *_, with_files = do(*texts)[1:]
     assert too_long.endswith("with a longer --context")
     assert damaged.startswith("error: ")
     assert "/clear" not in damaged
@@ -90,14 +89,8 @@ def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Pa
     first, second = tmp_path / "a b.txt", tmp_path / "c.txt"
     first.write_text("abc")
     second.write_text("word " * 990)
-    lines = do(
-        "My name is Ana.",
-        f"/file {first}",
-        f"/file {second}",
-        f"/file {first}",
-        "word " * 600,
-        "/file",
-    )
+    attached = [f"/file {first}", f"/file {second}", f"/file {first}"]
+    lines = do("My name is Ana.", *attached, "word " * 600, "/file")
     waiting = [
         f"{first} (3 B) is attached to the next message",
         f"{second} (4.95 kB) is attached to the next message",
@@ -106,10 +99,8 @@ def test_files_that_wait_are_listed_and_dropped(chat: Chat, do: Do, tmp_path: Pa
     assert lines[6].startswith("error: the prompt has")
     assert lines[7:] == waiting
     assert do(f"/file -d {second}") == waiting[:1]
-    assert do("/file -d", "What is my name?") == [
-        "Your name is Ana.",
-        "no file is attached to the next message",
-    ]
+    dropped = ["Your name is Ana.", "no file is attached to the next message"]
+    assert do("/file -d", "What is my name?") == dropped
     assert len(chat.conversation.history.turns) == 2
 
 
@@ -148,32 +139,19 @@ def test_exports_are_whole_private_and_overwrite_nothing(
 ) -> None:
     """Markdown, and JSON that can be read again."""
     chat.conversation.system = "Be brief."
-    lines = do(
-        "My name is Ana.",
-        f"/export {tmp_path}/talk.md",
-        f"/export {tmp_path}/talk.json",
-        f"/export {tmp_path}/talk.md",
-    )
-    assert (
-        (tmp_path / "talk.md").read_text()
-        == "## System\n\nBe brief.\n\n## User\n\nMy name is Ana.\n\n"
-        "## Assistant\n\nNice to meet you.\n"
-    )
-    said = json.loads((tmp_path / "talk.json").read_text())
-    assert said == {"model": "demo", "system": "Be brief.", "messages": chat.conversation.messages}
-    assert stat.S_IMODE((tmp_path / "talk.md").stat().st_mode) == 0o600
-    assert (
-        lines[-1] == f"error: {tmp_path}/talk.md is there already: "
-        f"/export -f {tmp_path}/talk.md overwrites it"
-    )
-    assert (
-        do("Hello!", f"/export -f {tmp_path}/talk.md")[-1]
-        == f"2 turns written to {tmp_path}/talk.md"
-    )
-    assert "Hello!" in (tmp_path / "talk.md").read_text()
-    assert do(f"/export {tmp_path}/nowhere/talk.md") == [
-        f"error: {tmp_path}/nowhere/talk.md: there is no folder {tmp_path}/nowhere"
-    ]
+    markdown, as_json = tmp_path / "talk.md", tmp_path / "talk.json"
+    lines = do("My name is Ana.", *(f"/export {file}" for file in (markdown, as_json, markdown)))
+    assert lines[-1] == f"error: {markdown} is there already: /export -f {markdown} overwrites it"
+    said = ("## System\n\nBe brief.", "## User\n\nMy name is Ana.", "## Assistant\n\nNice to meet")
+    assert markdown.read_text() == "\n\n".join(said) + " you.\n"
+    messages = chat.conversation.messages
+    found = json.loads(as_json.read_text())
+    assert found == {"model": "demo", "system": "Be brief.", "messages": messages}
+    assert stat.S_IMODE(markdown.stat().st_mode) == 0o600
+    assert do("Hello!", f"/export -f {markdown}")[-1] == f"2 turns written to {markdown}"
+    assert "Hello!" in markdown.read_text()
+    (refusal,) = do(f"/export {tmp_path}/nowhere/talk.md")
+    assert refusal == f"error: {tmp_path}/nowhere/talk.md: there is no folder {tmp_path}/nowhere"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["talk.json", "talk.md"]
 
 

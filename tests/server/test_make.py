@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.strict_templates import TEMPLATES, calls_of, events_of, load_strict, tool
+from support.strict_templates import TEMPLATES, Makers, calls_of, events_of, load_strict, tool
 from support.strict_templates import asked as asked_strictly
 
 from mlxrunner import Runner
@@ -19,6 +19,7 @@ from mlxrunner.models.load import load_model
 from mlxrunner.options import GenerateOptions
 from mlxrunner.results import Chunk
 from mlxrunner.server.events import (
+    AnswerEvent,
     ApiError,
     TextDelta,
     ThinkingDelta,
@@ -50,19 +51,20 @@ def constrained(maker: PromptBuilder, made: BuiltPrompt, prefer: str) -> str:
     return tokenizer.decode(tokens)
 
 
+def text_of(events: Sequence[AnswerEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("mode", ["named", "required"])
-def test_a_forced_call_is_a_call_of_a_tool(
-    makers: dict[str, PromptBuilder], family: str, mode: Any
-) -> None:
+def test_a_forced_call_is_a_call_of_a_tool(makers: Makers, family: str, mode: Any) -> None:
     """With arguments by its schema, whatever the model would say, in the family's own form."""
     maker = makers[family]
     request = asked(tool_choice=ToolChoice(mode, "move" if mode == "named" else None))
     made = maker.make(request)
-    answer = constrained(maker, made, "mslow97")
-    events = events_of(maker, request, answer)
+    events = events_of(maker, request, constrained(maker, made, "mslow97"))
     assert [*calls_of(events)] == [("move", {"at": 99, "how": "slow"})]
-    assert not [event for event in events if isinstance(event, TextDelta) and event.text]
+    assert text_of(events) == ""
     assert made.prompt.text == made.rendered
     assert maker.tokenizer.decode(made.prompt.tokens.tolist()) == made.rendered
 
@@ -82,20 +84,17 @@ def test_a_forced_call_is_a_call_of_a_tool(
 )
 @pytest.mark.exhaustive(8)
 def test_a_forced_call_of_a_tool_without_parameters_ends(
-    makers: dict[str, PromptBuilder], family: str, described: dict[str, Any]
+    makers: Makers, family: str, described: dict[str, Any]
 ) -> None:
     """It has no arguments, though the model would write them without an end."""
     maker = makers[family]
     tools = [{"type": "function", "function": {"name": "ping", **described}}]
     request = asked(tools=tools, tool_choice=ToolChoice("required"))
-    made = maker.make(request)
-    answer = constrained(maker, made, '"')
+    answer = constrained(maker, maker.make(request), '"')
     assert [*calls_of(events_of(maker, request, answer))] == [("ping", {})]
 
 
-def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(
-    makers: dict[str, PromptBuilder],
-) -> None:
+def test_a_forced_call_of_the_own_form_comes_back_as_its_tokens(makers: Makers) -> None:
     """The next prompt begins with the prompt, the call that it opened, and the answer."""
     for family in ("qwen3", "llama3", "gpt-oss"):
         maker = makers[family]
@@ -130,11 +129,11 @@ def test_an_answer_of_a_form_is_no_thinking(family: str, tmp_path: Path) -> None
         assert made.rendered == free.rendered + "\n</think>\n\n"
         assert maker.tokenizer.decode(made.prompt.tokens.tolist()) == made.rendered
         events = events_of(maker, request, constrained(maker, made, "7"))
-        assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "7"
+        assert text_of(events) == "7"
         assert not any(isinstance(event, ThinkingDelta) for event in events)
 
 
-def test_an_answer_of_a_form_without_opened_thinking(makers: dict[str, PromptBuilder]) -> None:
+def test_an_answer_of_a_form_without_opened_thinking(makers: Makers) -> None:
     """Its prompt is that of any answer."""
     for maker in makers.values():
         free, held = (maker.make(asked(options=one)) for one in ({}, {"choices": ["7"]}))
@@ -149,7 +148,7 @@ def test_an_answer_of_a_form_without_opened_thinking(makers: dict[str, PromptBui
     ],
 )
 def test_a_choice_that_can_not_be_met_is_refused(
-    makers: dict[str, PromptBuilder], choice: ToolChoice, tools: Any, message: str
+    makers: Makers, choice: ToolChoice, tools: Any, message: str
 ) -> None:
     """With the field at fault."""
     with pytest.raises(ApiError, match=message) as error:
@@ -157,7 +156,7 @@ def test_a_choice_that_can_not_be_met_is_refused(
     assert (error.value.status, error.value.param) == (400, "tool_choice")
 
 
-def test_a_schema_that_can_not_be_held_to(makers: dict[str, PromptBuilder]) -> None:
+def test_a_schema_that_can_not_be_held_to(makers: Makers) -> None:
     """A strict tool is refused; the arguments of another one may be any object."""
     strange = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     choice = ToolChoice("named", "odd")
@@ -168,9 +167,7 @@ def test_a_schema_that_can_not_be_held_to(makers: dict[str, PromptBuilder]) -> N
     assert schema["properties"]["arguments"] == {"type": "object"}
 
 
-def test_thinking_that_the_prompt_opens_is_closed_before_a_forced_call(
-    makers: dict[str, PromptBuilder],
-) -> None:
+def test_thinking_that_the_prompt_opens_is_closed_before_a_forced_call(makers: Makers) -> None:
     """The call is no part of it."""
     maker = makers["qwen3"]
     request = asked(tool_choice=ToolChoice("required"))
@@ -190,23 +187,19 @@ def test_thinking_that_the_prompt_opens_is_closed_before_a_forced_call(
     assert isinstance(events[0], ToolCallEvent)
 
 
-def test_a_request_without_calls_keeps_its_tools(makers: dict[str, PromptBuilder]) -> None:
+def test_a_request_without_calls_keeps_its_tools(makers: Makers) -> None:
     """The prompt is the same, so that its tokens are reused; a call ends the answer."""
+    none = asked(tool_choice=ToolChoice("none"), options={"stop": "END"})
     for maker in makers.values():
-        free = maker.make(asked(tool_choice=ToolChoice("auto")))
-        none = maker.make(asked(tool_choice=ToolChoice("none")))
-        assert free.rendered == none.rendered
+        free, made = maker.make(asked(tool_choice=ToolChoice("auto"))), maker.make(none)
+        assert free.rendered == made.rendered
         assert "stop" not in free.options
-        assert none.options["stop"] == [maker.form.start]
-    request = asked(tool_choice=ToolChoice("none"), options={"stop": "END"})
-    made = makers["qwen3"].make(request)
-    assert made.options["stop"] == ["END", "<tool_call>"]
+        assert made.options["stop"] == ["END", maker.form.start]
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    events = events_of(makers["qwen3"], request, call)
-    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == call
+    assert text_of(events_of(makers["qwen3"], none, call)) == call
 
 
-def test_a_raw_prompt_is_what_it_is(makers: dict[str, PromptBuilder]) -> None:
+def test_a_raw_prompt_is_what_it_is(makers: Makers) -> None:
     """A text or tokens, without a template and its rules."""
     maker = makers["qwen3"]
     made = maker.make(asked(messages=(), prompt="a text", tools=()))
@@ -227,7 +220,7 @@ def test_a_raw_prompt_is_what_it_is(makers: dict[str, PromptBuilder]) -> None:
     ],
 )
 def test_what_is_wrong_with_messages_is_said(
-    makers: dict[str, PromptBuilder], messages: Sequence[Any], message: str
+    makers: Makers, messages: Sequence[Any], message: str
 ) -> None:
     """The client's request is refused."""
     for maker in makers.values():
@@ -236,7 +229,7 @@ def test_what_is_wrong_with_messages_is_said(
         assert error.value.status == 400
 
 
-def test_options_and_variables_are_passed_on(makers: dict[str, PromptBuilder]) -> None:
+def test_options_and_variables_are_passed_on(makers: Makers) -> None:
     """Thinking and effort are variables of the template."""
     maker = makers["qwen3"]
     made = maker.make(asked(thinking=False, options={"max_tokens": 3}))
@@ -245,7 +238,7 @@ def test_options_and_variables_are_passed_on(makers: dict[str, PromptBuilder]) -
     assert "Reasoning: high" in makers["gpt-oss"].make(asked(effort="high")).rendered
 
 
-def test_thinking_goes_where_the_template_looks_for_it(makers: dict[str, PromptBuilder]) -> None:
+def test_thinking_goes_where_the_template_looks_for_it(makers: Makers) -> None:
     """A field of the message, or tags in its content; or it is left out."""
     call = {"id": "c", "function": {"name": "look", "arguments": "{}"}}
     messages = [
@@ -281,7 +274,7 @@ def test_a_loaded_model_has_a_maker() -> None:
     assert maker.make(asked(tools=())).prompt.tokens.tolist() == plain.tokens.tolist()
 
 
-def test_descriptions_without_sense_break_nothing(makers: dict[str, PromptBuilder]) -> None:
+def test_descriptions_without_sense_break_nothing(makers: Makers) -> None:
     """A name that is missing is none; depth has an end."""
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(3000):
@@ -297,7 +290,7 @@ def test_descriptions_without_sense_break_nothing(makers: dict[str, PromptBuilde
         assert error.value.status == 400
 
 
-def test_a_text_like_a_place_for_a_system_message_stays(makers: dict[str, PromptBuilder]) -> None:
+def test_a_text_like_a_place_for_a_system_message_stays(makers: Makers) -> None:
     """Private characters of a client are not taken for the server's own."""
     text = "<tool_response>\ue0f49\ue0f5</tool_response>"
     messages = [

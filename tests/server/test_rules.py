@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.strict_templates import TEMPLATES
+from support.strict_templates import TEMPLATES, Makers
 
 from mlxrunner.profiling.divergence import REMEDIES
 from mlxrunner.server.events import ApiError, ServerRequest
@@ -17,7 +17,6 @@ from mlxrunner.server.prompts.builder import PromptBuilder
 from mlxrunner.server.prompts.rules import RULES
 from mlxrunner.templates.messages import common
 
-Makers = dict[str, PromptBuilder]
 TOOL = {
     "type": "function",
     "function": {

@@ -17,6 +17,7 @@ from support.strict_templates import (
     FIRST,
     LONG,
     TEMPLATES,
+    Makers,
     answered,
     asked,
     calls_of,
@@ -63,7 +64,7 @@ TEXTS = {"qwen3": "I look.", "deepseek": "Hm."}
 
 
 @pytest.fixture(scope="module")
-def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptBuilder]:
+def makers(tmp_path_factory: pytest.TempPathFactory) -> Makers:
     """A maker for each family of templates."""
     root = tmp_path_factory.mktemp("strict")
     return {
@@ -79,11 +80,8 @@ def text_of(family: str, name: str, arguments: str) -> str:
 
 def fits(arguments: Any) -> bool:
     """Return True if arguments fit the schema."""
-    return (
-        set(arguments) == {"at", "how"}
-        and arguments["at"] in range(10, 100)
-        and arguments["how"] in ("fast", "slow")
-    )
+    is_whole = set(arguments) == {"at", "how"}
+    return is_whole and arguments["at"] in range(10, 100) and arguments["how"] in ("fast", "slow")
 
 
 @pytest.mark.parametrize("family", CALLS)
@@ -92,15 +90,14 @@ def fits(arguments: Any) -> bool:
     ['{"at": "soon"}', '{"at": 5, "how": "slowly"}', "{}", "[1]", '{"at": 1', '"', "</tool_call>"],
 )
 def test_arguments_of_a_strict_tool_fit_its_schema(
-    makers: dict[str, PromptBuilder], family: str, arguments: str
+    makers: Makers, family: str, arguments: str
 ) -> None:
     """The model may want to write anything else; the text before the call is its own."""
     maker, request = makers[family], asked()
+    wish = text_of(family, "look", arguments)
     for seed in range(3):
-        held = constraint_of(maker, request)
-        assert held is not None
-        wish = text_of(family, "look", arguments)
-        events = events_of(maker, request, answered(maker, held, wish, random.Random(seed)))
+        answer = answered(maker, held_of(maker, request), wish, random.Random(seed))
+        events = events_of(maker, request, answer)
         found = dict(calls_of(events))
         assert found
         assert fits(found["look"]) if "look" in found else "move" in found
@@ -109,22 +106,16 @@ def test_arguments_of_a_strict_tool_fit_its_schema(
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_a_good_call_is_as_the_model_writes_it(
-    makers: dict[str, PromptBuilder], family: str
-) -> None:
+def test_a_good_call_is_as_the_model_writes_it(makers: Makers, family: str) -> None:
     """A second one, too; each token of them may come."""
     maker, request = makers[family], asked()
-    held = constraint_of(maker, request)
-    assert held is not None
     wish = text_of(family, "look", GOOD)
     if family in ("qwen3", "deepseek", "mistral"):
         wish += text_of(family, "move", '{"any": [1, null]}')
-    events = events_of(maker, request, answered(maker, held, wish, random.Random(0)))
+    answer = answered(maker, held_of(maker, request), wish, random.Random(0))
     expected = [("look", json.loads(GOOD)), ("move", {"any": [1, None]})]
-    assert list(calls_of(events)) in (expected, expected[:1])
-    assert answered(maker, held_of(maker, request), wish, random.Random(0)) == wish.replace(
-        "<|call|>", ""
-    )
+    assert list(calls_of(events_of(maker, request, answer))) in (expected, expected[:1])
+    assert answer == wish.replace("<|call|>", "")
 
 
 @pytest.mark.parametrize(
@@ -139,9 +130,7 @@ def test_a_good_call_is_as_the_model_writes_it(
         ("gpt-oss", "caf\u00e9"),
     ],
 )
-def test_a_name_is_spelled_as_it_is(
-    makers: dict[str, PromptBuilder], family: str, name: str
-) -> None:
+def test_a_name_is_spelled_as_it_is(makers: Makers, family: str, name: str) -> None:
     """Also with what stands for other parts in a spelling, and with letters that JSON escapes.
 
     A name like a tag is meant by its letters, not by the token of the tag.
@@ -164,7 +153,7 @@ def test_a_name_is_spelled_as_it_is(
         '{"a": {"name": "Bo"}}',
     ],
 )
-def test_a_text_is_not_held(makers: dict[str, PromptBuilder], family: str, text: str) -> None:
+def test_a_text_is_not_held(makers: Makers, family: str, text: str) -> None:
     """Every token may come, also those that are no text; calls in thinking are none."""
     maker = makers[family]
     held = constraint_of(maker, asked())
@@ -184,7 +173,7 @@ def _is_near(maker: PromptBuilder, held: Constraint) -> bool:
     )
 
 
-def test_a_tag_and_what_follows_it_are_no_single_token(makers: dict[str, PromptBuilder]) -> None:
+def test_a_tag_and_what_follows_it_are_no_single_token(makers: Makers) -> None:
     """The first letters of the call would be held by nothing. White space may follow."""
     maker = makers["qwen3"]
     held = constraint_of(maker, asked())
@@ -205,7 +194,7 @@ def test_a_tag_and_what_follows_it_are_no_single_token(makers: dict[str, PromptB
     ("family", "text"), [("llama3", '{"name": "lo'), ("mistral", "a[TOOL_CALLS] [{")]
 )
 def test_a_token_that_has_a_whole_tag_and_goes_on_may_not_come(
-    makers: dict[str, PromptBuilder], family: str, text: str
+    makers: Makers, family: str, text: str
 ) -> None:
     """Nothing would hold the call. Another text in front of it makes it no call of Llama 3."""
     maker = makers[family]
@@ -227,9 +216,7 @@ def test_a_token_that_has_a_whole_tag_and_goes_on_may_not_come(
         ("mistral", "a%d"),
     ],
 )
-def test_a_name_that_the_form_has_not_is_refused(
-    makers: dict[str, PromptBuilder], family: str, name: str
-) -> None:
+def test_a_name_that_the_form_has_not_is_refused(makers: Makers, family: str, name: str) -> None:
     """No reader would find the call. Without `strict` the tool is taken."""
     with pytest.raises(ApiError, match="such names") as error:
         makers[family].make(asked(tools=[tool(name, strict=True)]))
@@ -249,31 +236,26 @@ def test_a_name_that_the_form_has_not_is_refused(
     ],
     ids=["not strict", "no tools", "none", "forced", "a form of its own"],
 )
-def test_other_requests_have_no_such_constraint(
-    makers: dict[str, PromptBuilder], family: str, more: Any
-) -> None:
+def test_other_requests_have_no_such_constraint(makers: Makers, family: str, more: Any) -> None:
     """Their answers are what they would be if there were no strict tools."""
     assert constraint_of(makers[family], asked(**more)) is None
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_form_that_can_not_be_held_is_named(
-    makers: dict[str, PromptBuilder], family: str
-) -> None:
+def test_a_form_that_can_not_be_held_is_named(makers: Makers, family: str) -> None:
     """The note of the answer says so, if a tool is strict."""
     maker, request = makers[family], asked()
-    splitter = maker.splitter(maker.make(request), request)
-    if maker.form.name in TOOL_CALL_SYNTAXES:
-        assert splitter.note is None
-        assert constraint_of(maker, request) is not None
-    else:
-        assert maker.form.name in str(splitter.note)
-        assert "can't be held to a schema" in str(splitter.note)
+    note = maker.splitter(maker.make(request), request).note
+    is_held = maker.form.name in TOOL_CALL_SYNTAXES
+    assert (note is None) == (constraint_of(maker, request) is not None) == is_held
+    if not is_held:
+        assert maker.form.name in str(note)
+        assert "can't be held to a schema" in str(note)
     free = asked(tools=[tool("look")])
     assert maker.splitter(maker.make(free), free).note is None
 
 
-def test_a_strict_schema_that_can_not_be_held_is_refused(makers: dict[str, PromptBuilder]) -> None:
+def test_a_strict_schema_that_can_not_be_held_is_refused(makers: Makers) -> None:
     """The message names the tool and the reason. Without `strict` the tool is taken."""
     odd = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     with pytest.raises(ApiError, match=r"'odd' is strict, .*not") as error:
@@ -331,12 +313,8 @@ async def answer_of(request: ServerRequest, script: str) -> list[AnswerEvent]:
         return [event async for event in manager.answer(request)]
 
 
-NARROW = {
-    "type": "object",
-    "properties": {"how": {"enum": ["slow"]}},
-    "required": ["how"],
-    "additionalProperties": False,
-}
+NARROW = {"type": "object", "properties": {"how": {"enum": ["slow"]}}, "required": ["how"]}
+NARROW |= {"additionalProperties": False}
 LOOSE = "I look." + calling("look", {"how": "slo", "at": 1}) + "Done."
 """An answer whose call does not fit this schema."""
 

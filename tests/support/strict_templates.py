@@ -75,6 +75,8 @@ def load_strict(
     return load_tokenizer(folder)
 
 
+Makers = dict[str, PromptBuilder]
+"""A maker of prompts for each family."""
 LONG = [">\n", '>{"', '": "', '"l', "ook", "}}", "]{", " ok", '{"name": "lo', "a[TOOL_CALLS] [{"]
 """Tokens of several letters, of which some end a tag and go on."""
 FIRST = 256

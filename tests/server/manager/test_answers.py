@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.managers import asked, events_of, manager_of, open_manager, opening
 
+from mlxrunner import ParallelRunner
 from mlxrunner.profiling.metrics import RequestLog
 from mlxrunner.profiling.report.screen import find_event
 from mlxrunner.server.events import AnswerEnd, ApiError, Client, ServerRequest, TextDelta
@@ -78,7 +79,6 @@ async def test_more_tokens_than_there_is_room_for(folder: Path) -> None:
 
     The tokens of a prompt are counted, though the context has no room for them.
     """
-
     async with manager_of(folder, opening()) as manager:
         assert await manager.count(asked("x" * 50_000)) > 50_000
         one = asked(options={"max_tokens": 32_000, "stop_tokens": []})
@@ -104,14 +104,11 @@ async def test_the_client_is_named(folder: Path) -> None:
     """The event of a request names client, session and request."""
     seen: list[Any] = []
 
-    made = opening()
-    manager = ModelManager(
-        ModelNames(str(folder / "first")),
-        made,
-        lambda runner: runner.observers.append(lambda _, it: seen.append(it)),
-    )
-    client = Client("claude-cli", "a session")
-    await events_of(manager, asked(id="msg_1", client=client))
+    def watch(runner: ParallelRunner) -> None:
+        runner.observers.append(lambda _, observed: seen.append(observed))
+
+    manager = ModelManager(ModelNames(str(folder / "first")), opening(), watch)
+    await events_of(manager, asked(id="msg_1", client=Client("claude-cli", "a session")))
     await manager.close()
     caller = seen[0].prepared.caller
     assert (caller.request, caller.client, caller.session) == ("msg_1", "claude-cli", "a session")
@@ -123,7 +120,6 @@ async def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
     A hit has no cause.
     """
     record, reports = RequestLog(tmp_path / "events.jsonl"), list[dict[str, Any]]()
-
     async with open_manager(ModelNames(str(folder / "first")), opening(), record) as manager:
         for day in (21, 21, 22):
             messages = [
@@ -134,23 +130,19 @@ async def test_the_cause_of_a_miss(folder: Path, tmp_path: Path) -> None:
             ended = (await events_of(manager, one))[-1]
             assert isinstance(ended, AnswerEnd)
             reports.append(report(ended))
-    said, found = headers(one, ended)["x-mlxrunner-cache"], reports[-1]
     record.close()
-    assert [each["cause"] for each in reports] == ["first-request", None, "changing-date"]
-    assert [each["message"] for each in reports] == [None, None, 0]
+    causes = [(each["cause"], each["message"]) for each in reports]
+    assert causes == [("first-request", None), (None, None), ("changing-date", 0)]
+    said, found = headers(one, ended)["x-mlxrunner-cache"], reports[-1]
     assert said.endswith("cause=changing-date; message=0")
     assert (found["outcome"], "message 0" in found["remedy"]) == ("partial", True)
-    event = find_event([tmp_path / "events.jsonl"], "msg_22")
-    assert (event.caller.cause, event.caller.remedy, event.caller.message) == (
-        found["cause"],
-        found["remedy"],
-        0,
-    )
+    caller = find_event([tmp_path / "events.jsonl"], "msg_22").caller
+    assert (caller.cause, caller.remedy, caller.message) == (found["cause"], found["remedy"], 0)
     known = record.event("msg_22")
     assert known is not None
-    said = " ".join(explained(known).split())
-    assert "cause: changing-date in message 0" in said
-    assert f"What to change: {found['remedy']}" in said
+    text = " ".join(explained(known).split())
+    assert "cause: changing-date in message 0" in text
+    assert f"What to change: {found['remedy']}" in text
 
 
 @pytest.mark.parametrize("model", ["claude-haiku-4-5", "claude-opus-4-1[1m]", "claude-x:latest"])

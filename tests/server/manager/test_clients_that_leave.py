@@ -31,25 +31,22 @@ from mlxrunner.server.manager import ModelNames
 @pytest.mark.parametrize("way", ["closed", "cancelled"])
 async def test_a_client_that_leaves(folder: Path, way: str) -> None:
     """Its slot is free after the step that runs, and what it had evaluated is reused."""
-
     async with manager_of(folder, opening()) as manager:
         endless = asked("x" * 100, options={"stop_tokens": []})
         await events_of(manager, asked())
         (place,) = manager.models_held
         runner = held_in(manager).runner
-        if way == "closed":
-            answer = manager.answer(endless)
+        answer, seen = manager.answer(endless), list[AnswerEvent]()
+
+        async def read() -> None:
             async for event in answer:
-                if isinstance(event, TextDelta):
-                    break
+                seen.append(event)
+
+        if way == "closed":
+            while not isinstance(await anext(answer), TextDelta):
+                pass
             await answer.aclose()
         else:
-            seen = list[AnswerEvent]()
-
-            async def read() -> None:
-                async for event in manager.answer(endless):
-                    seen.append(event)
-
             task = asyncio.create_task(read())
             await reached(lambda: any(isinstance(event, TextDelta) for event in seen))
             task.cancel()
