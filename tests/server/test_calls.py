@@ -17,23 +17,14 @@ from mlxrunner.server.events import AnswerEvent, AnswerNote, TextDelta, Thinking
 from mlxrunner.server.tools.formats import BARE, HERMES, OWN, CallFormat, parsed_by_mlx_lm
 from mlxrunner.server.tools.reader import AnswerSplitter, call_id, reader_of
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "at": {"type": "integer"},
-                    "why": {"type": "string"},
-                    "all": {"type": "array"},
-                    "deep": {"anyOf": [{"type": "object"}, {"type": "null"}]},
-                },
-            },
-        },
-    }
-]
+PROPERTIES = {
+    "at": {"type": "integer"},
+    "why": {"type": "string"},
+    "all": {"type": "array"},
+    "deep": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+}
+SCHEMA = {"type": "object", "properties": PROPERTIES}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
 Parts = list[tuple[str, Any]]
 ONE, TWO = ("look", {"at": 1}), ("look", {"at": 2, "why": "a </b> é"})
 
@@ -48,12 +39,17 @@ def form_of(name: str) -> CallFormat:
     return found
 
 
+def splitter_of(
+    form: CallFormat | None, prompt: str = "", tell: Any = lambda tokens: "?", **more: Any
+) -> AnswerSplitter:
+    return AnswerSplitter(partial(reader_of, form, TOOLS, prompt), "request", tell, **more)
+
+
 def events_of(
-    name: str, pieces: Sequence[str], *, prompt: str = "", is_whole: bool = True, **more: Any
+    name: str, pieces: Sequence[str], *, is_whole: bool = True, **more: Any
 ) -> tuple[list[AnswerEvent], AnswerSplitter]:
     """Return the events of an answer that comes in pieces."""
-    reader = partial(reader_of, form_of(name), TOOLS, prompt)
-    splitter = AnswerSplitter(reader, "request", lambda tokens: "?", **more)
+    splitter = splitter_of(form_of(name), **more)
     events = [event for piece in pieces for event in splitter.add(Chunk(piece, 1))]
     return [*events, *splitter.finish(is_whole=is_whole)], splitter
 
@@ -224,18 +220,19 @@ def test_any_text_is_split_without_an_error(name: str, data: st.DataObject) -> N
         assert parts_of(events) in ([("text", "".join(pieces))], [])
 
 
+CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+
+
 def test_a_call_comes_as_soon_as_it_is_whole() -> None:
     """Before the answer goes on, with an id that the request decides."""
-    call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
-    reader = partial(reader_of, HERMES, TOOLS)
-    splitter = AnswerSplitter(reader, "request", lambda tokens: "?")
+    splitter = splitter_of(HERMES)
     assert [*splitter.add(Chunk("I look. ", 1))] == [TextDelta("I look.")]
-    identity = call_id("request", 0)
-    assert [*splitter.add(Chunk(call, 1))] == [ToolCallEvent(0, identity, "look", '{"at": 1}')]
-    events = [*splitter.add(Chunk(call, 1))]
-    assert events == [ToolCallEvent(1, call_id("request", 1), "look", '{"at": 1}')]
-    assert identity.startswith("call_")
-    assert call_id("request", 1) != identity != call_id("other", 0)
+    ids = [call_id("request", number) for number in range(2)]
+    for number, identity in enumerate(ids):
+        call = ToolCallEvent(number, identity, "look", '{"at": 1}')
+        assert [*splitter.add(Chunk(CALL, 1))] == [call]
+        assert identity.startswith("call_")
+    assert len({*ids, call_id("other", 0)}) == 3
 
 
 def test_the_models_own_ids_are_kept() -> None:
@@ -271,8 +268,7 @@ def test_a_malformed_call_is_text(name: str, answer: str, is_whole: bool) -> Non
 
 def test_a_good_call_after_a_malformed_one_is_read() -> None:
     """The note stays."""
-    good = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
-    events, splitter = events_of("json_tools", [f"<tool_call>oh</tool_call>{good}"])
+    events, splitter = events_of("json_tools", [f"<tool_call>oh</tool_call>{CALL}"])
     assert parts_of(events) == [("text", "<tool_call>oh</tool_call>"), ONE]
     assert splitter.note is not None
 
@@ -303,19 +299,16 @@ def test_a_cut_header_of_gpt_oss_is_no_text() -> None:
 
 def test_without_parallel_calls_only_the_first_is_given() -> None:
     """Text and calls behind it are left out, and the note says so."""
-    call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
-    events, splitter = events_of("json_tools", ["Hm.", call, "And ", call], parallel=False)
+    events, splitter = events_of("json_tools", ["Hm.", CALL, "And ", CALL], parallel=False)
     assert parts_of(events) == [("text", "Hm."), ONE]
     assert splitter.is_done
-    assert splitter.note == AnswerNote(
-        "calls-left-out", "1 tool calls after the first were left out"
-    )
+    said = "1 tool calls after the first were left out"
+    assert splitter.note == AnswerNote("calls-left-out", said)
 
 
 def test_without_a_format_tags_are_text() -> None:
     """Thinking is split off nevertheless, also if the prompt has opened it."""
-    reader = partial(reader_of, None, (), "<|im_start|>assistant\n<think>\n")
-    splitter = AnswerSplitter(reader, "r", lambda tokens: "?")
+    splitter = splitter_of(None, "<|im_start|>assistant\n<think>\n")
     answer = ["hm", "</th", "ink>\n\n<tool_call>", "x"]
     events = [event for piece in answer for event in splitter.add(Chunk(piece, 1))]
     assert parts_of([*events, *splitter.finish()]) == [("thought", "hm"), ("text", "<tool_call>x")]
@@ -324,11 +317,9 @@ def test_without_a_format_tags_are_text() -> None:
 
 def test_log_probabilities_are_those_of_the_text() -> None:
     """Each token once, with the text that it is part of; those of thinking are left out."""
-    reader = partial(reader_of, HERMES, TOOLS)
-    splitter = AnswerSplitter(reader, "r", lambda tokens: f"<{tokens[0]}>")
-    chunks = ["<think>", "a", "</think>", "b", " ", "c"]
+    splitter = splitter_of(HERMES, tell=lambda tokens: f"<{tokens[0]}>")
     events: list[AnswerEvent] = []
-    for token, text in enumerate(chunks):
+    for token, text in enumerate(["<think>", "a", "</think>", "b", " ", "c"]):
         events += splitter.add(Chunk(text, token, -0.5, {token: -0.5, 9: -2.0}))
     events += splitter.finish()
     texts = [event for event in events if isinstance(event, TextDelta)]
@@ -338,12 +329,14 @@ def test_log_probabilities_are_those_of_the_text() -> None:
     assert (tokens[1].text, tokens[1].logprob, tokens[1].top[1]) == ("<3>", -0.5, ("<9>", 9, -2.0))
 
 
+AROUND = ("<tool_call>\n", "\n</tool_call>")
+
+
 @pytest.mark.parametrize("cut", [3, 8, 12, 40])
 def test_a_forced_call_that_is_cut_off_gets_no_end(cut: int) -> None:
     """The text has only what the model wrote behind the call's beginning, and a note says why."""
     call = json.dumps({"name": "look", "arguments": {"at": 12345}})[:cut]
-    around = ("<tool_call>\n", "\n</tool_call>")
-    events, splitter = events_of("json_tools", [call], is_whole=False, around=around)
+    events, splitter = events_of("json_tools", [call], is_whole=False, around=AROUND)
     assert parts_of(events) == [("text", "<tool_call>\n" + call)]
     assert splitter.note.text.endswith("it was cut off")
 
@@ -351,6 +344,5 @@ def test_a_forced_call_that_is_cut_off_gets_no_end(cut: int) -> None:
 def test_a_forced_call_whose_json_is_whole_at_the_limit_is_a_call() -> None:
     """Its end tag is not the model's to write."""
     call = json.dumps({"name": "look", "arguments": {"at": 1}})
-    around = ("<tool_call>\n", "\n</tool_call>")
-    events, _ = events_of("json_tools", [call], is_whole=False, around=around)
+    events, _ = events_of("json_tools", [call], is_whole=False, around=AROUND)
     assert parts_of(events) == [ONE]

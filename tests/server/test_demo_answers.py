@@ -80,17 +80,19 @@ def test_an_answer_continues_the_assistants_words(demo: str, words: str) -> None
     assert words + raw == "Your name is Bo."
 
 
+def content_of(answer: Any) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
 def test_a_stream_has_the_new_text_only(demo: str) -> None:
     """White space at the end of the words does not come again."""
     messages = [*USER, {"role": "assistant", "content": "Your name "}]
     body = {"model": "demo", "messages": messages, "stream": True, "max_tokens": 60}
     lines = httpx.post(f"{demo}/v1/chat/completions", json=body).text.splitlines()
     frames = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    streamed = "".join(
-        choice["delta"].get("content") or "" for frame in frames for choice in frame["choices"]
-    )
-    whole = post(demo, "/v1/chat/completions", messages=messages)
-    assert streamed == whole["choices"][0]["message"]["content"]
+    choices = [choice for frame in frames for choice in frame["choices"]]
+    streamed = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert streamed == content_of(post(demo, "/v1/chat/completions", messages=messages))
     assert not streamed.startswith("Your")
 
 
@@ -101,17 +103,16 @@ def test_a_picture_in_the_last_answer_is_no_fault(demo: str, words: list[Any]) -
     picture = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
     messages = [*USER, {"role": "assistant", "content": [picture, *words]}]
     claude = post(demo, "/v1/messages", messages=messages)
-    chat = post(demo, "/v1/chat/completions", messages=messages)
     text = "".join(block["text"] for block in claude["content"])
-    assert text == chat["choices"][0]["message"]["content"]
+    assert text == content_of(post(demo, "/v1/chat/completions", messages=messages))
 
 
 def test_the_next_turn_reuses_words_and_answer(demo: str) -> None:
     """It also counts the words as a part of the prompt."""
     messages = [*USER, {"role": "assistant", "content": "Your na"}]
     first = post(demo, "/v1/chat/completions", messages=messages)
-    said = "Your na" + first["choices"][0]["message"]["content"]
-    talk = [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": "Thanks"}]
+    said = {"role": "assistant", "content": f"Your na{content_of(first)}"}
+    talk = [*USER, said, {"role": "user", "content": "Thanks"}]
     usage = post(demo, "/v1/chat/completions", messages=talk)["usage"]
     before = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= before - 1
@@ -140,6 +141,11 @@ def test_a_client_says_if_its_words_are_continued(demo: str, more: Any, continue
         assert found["message"]["content"].startswith(" is Bo") == continues
 
 
+CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+GO_ON = {"continue_final_message": True}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
@@ -150,7 +156,7 @@ def test_a_client_says_if_its_words_are_continued(demo: str, more: Any, continue
         ),
         (
             "/v1/chat/completions",
-            {"messages": USER, "continue_final_message": True},
+            {"messages": USER, **GO_ON},
             "continue_final_message needs a last message of the assistant, and it is of role",
         ),
         (
@@ -160,22 +166,12 @@ def test_a_client_says_if_its_words_are_continued(demo: str, more: Any, continue
         ),
         (
             "/v1/chat/completions",
-            {"messages": USER, "continue_final_message": True, "add_generation_prompt": True},
+            {"messages": USER, **GO_ON, "add_generation_prompt": True},
             "add_generation_prompt and continue_final_message are opposites",
         ),
         (
             "/v1/chat/completions",
-            {
-                "continue_final_message": True,
-                "messages": [
-                    *USER,
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
-                    },
-                ],
-            },
+            {**GO_ON, "messages": [*USER, CALLED]},
             "message 1: the conversation ends with tool calls",
         ),
     ],
@@ -196,15 +192,10 @@ def test_empty_words_begin_a_new_answer(demo: str) -> None:
 
 def test_a_form_holds_words_and_answer_together(demo: str) -> None:
     """Words that begin it are a part of it; others stand before it."""
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-    }
-    schema["additionalProperties"] = False
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    for words, whole in (('{"a', 2), ("{", 1), ("Here it is:", 0)):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    closed = {**schema, "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": closed}}
+    for words, whole in (('{"a', True), ("{", True), ("Here it is:", False)):
         messages = [*USER, {"role": "assistant", "content": words}]
-        body = {"messages": messages, "response_format": form}
-        text = post(demo, "/v1/chat/completions", **body)["choices"][0]["message"]["content"]
-        assert "a" in json.loads((words if whole else "") + text)
+        answer = post(demo, "/v1/chat/completions", messages=messages, response_format=form)
+        assert "a" in json.loads(words * whole + content_of(answer))
