@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.models import ARCHITECTURES, tiny_config, tiny_model
+from support.models import ARCHITECTURES
 from support.prompts import PROMPT
 from support.reused import (
     CHECKPOINTS,
@@ -18,13 +19,12 @@ from support.reused import (
     next_prompts,
     with_and_without_checkpoints,
 )
-from support.saving import Make, answer, last, pieces, restored_by, save, saved, session
+from support.saving import Make, answer, last, pieces, restored_by, save, saved, session, tiny
 from support.waiting import until
 
 from mlxrunner import Runner
-from mlxrunner.models.facts import facts_of
 from mlxrunner.sessions.store import TEXT, SessionStore
-from mlxrunner.testing import ByteTokenizer, oracle_runner
+from mlxrunner.testing import oracle_runner
 
 pytestmark = pytest.mark.usefixtures("small_steps")
 PARTS = pytest.mark.parametrize(
@@ -50,19 +50,14 @@ def test_every_kind_of_layer_goes_on_as_if_nothing_had_been(
     said = list(runner.entry.tokens)
     save(saver(runner))
     for what, prompt in next_prompts(said).items():
-        restored = oracle_runner(kinds, **options)
-        _, line = saver(restored).load("one")
+        restored, line = restored_by(saver, kinds, **options)
         assert line.startswith(f"{len(said)} tokens restored")
         assert answer(restored, prompt) == answer(oracle_runner(kinds, **options), prompt), what
         assert restored.entry.is_true
     restored, _ = restored_by(saver, kinds, **options)
     usage = last(restored, [*said, 5, 6, 7])
-    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens, usage.reason) == (
-        "hit",
-        len(said),
-        3,
-        "restored",
-    )
+    assert (usage.outcome, usage.reason) == ("hit", "restored")
+    assert (usage.cached_tokens, usage.evaluated_tokens) == (len(said), 3)
 
 
 @pytest.mark.exhaustive(5)
@@ -77,25 +72,9 @@ def test_every_architecture_goes_on_as_if_nothing_had_been(
 
     Edited turns have the tokens of a cold run.
     """
-    sizes = {"hidden_size": 128, "head_dim": 32} if kv_bits else {}
-    config = tiny_config(architecture, max_position_embeddings=16384, vocab_size=300, **sizes)
-    model = tiny_model(config)
-
-    def new() -> Runner:
-        options = {
-            "context": 512,
-            "prefill_step": 24,
-            "rewind_slack": 10,
-            "checkpoint_interval": 50,
-            "kv_bits": kv_bits,
-        }
-        return Runner(
-            model,
-            ByteTokenizer(),
-            facts_of(model, config),
-            **options,  # type: ignore[arg-type]
-        )
-
+    _, make = tiny(architecture, wide=kv_bits is not None, max_position_embeddings=16384)
+    often = {"prefill_step": 24, "rewind_slack": 10, "checkpoint_interval": 50}
+    new = partial(make, kv_bits=kv_bits, **often)
     runner = new()
     prompt = np.random.default_rng(0).integers(0, 290, 120).tolist()
     answer(runner, prompt, 20)
@@ -108,14 +87,11 @@ def test_every_architecture_goes_on_as_if_nothing_had_been(
     for what, prompt in next_prompts(said).items():
         restored = new()
         saver(restored).load("one")
-        cold = new()
-        found, expected = answer(restored, prompt), answer(cold, prompt)
-        assert [token for token, _ in found] == [token for token, _ in expected], what
-        assert np.allclose(
-            [p for _, p in found],  # type: ignore[arg-type]
-            [p for _, p in expected],  # type: ignore[arg-type]
-            atol=1e-4,
-        ), what
+        (tokens, found), (wanted, expected) = (
+            zip(*answer(one, prompt), strict=True) for one in (restored, new())
+        )
+        assert tokens == wanted, what
+        assert np.allclose(found, expected, atol=1e-4), what
         assert restored.entry.is_true
 
 
@@ -135,18 +111,11 @@ def rows_beyond(runner: Runner, end: int) -> Iterator[bytes]:
     for cache in runner.entry.caches:
         for array in cache.state:
             if isinstance(array, mx.array) and array.ndim == 4:
-                first = (
-                    cache.offset
-                    - cache.export()
-                    .arrays["keys" if "keys" in cache.export().arrays else "0"]
-                    .shape[2]
-                )
+                stored = cache.export().arrays
+                first = cache.offset - stored["keys" if "keys" in stored else "0"].shape[2]
                 host = np.array(array)
-                yield from (
-                    host[0, head, end - first + i].tobytes()
-                    for head in range(host.shape[1])
-                    for i in range(4)
-                )
+                for head in range(host.shape[1]):
+                    yield from (host[0, head, end - first + i].tobytes() for i in range(4))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "llama4"])
@@ -154,17 +123,8 @@ def test_nothing_that_was_trimmed_is_in_the_file(
     saver: Make, store: SessionStore, architecture: str
 ) -> None:
     """Keys and values of tokens that were taken back stay in the buffers and out of the file."""
-    config = tiny_config(architecture, max_position_embeddings=16384, vocab_size=300)
-    model = tiny_model(config)
-    runner = Runner(
-        model,
-        ByteTokenizer(),
-        facts_of(model, config),
-        context=512,
-        rewind_slack=40,
-        checkpoint_budget=0,
-        whole=True,
-    )
+    _, new = tiny(architecture, max_position_embeddings=16384)
+    runner = new(rewind_slack=40, checkpoint_budget=0, whole=True)
     said = np.random.default_rng(0).integers(0, 290, 34).tolist()
     answer(runner, [*said, 250, 251, 252, 253, 254, 255], 2)
     trimmed, kept = list(rows_beyond(runner, 36)), list(rows_beyond(runner, 28))
@@ -235,13 +195,10 @@ def test_another_model_keeps_the_text_and_says_why(saver: Make, part: str, why: 
     other = oracle_runner()
     found, line = saver(other, **{part: "another"}).load("one")
     assert line == f"its caches are dropped, its text is kept: {why}"
-    assert found.messages == [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "hello"},
-    ]
-    assert len(found.history.rendering.tokens) == (
-        0 if part in ("tokenizer", "template") else len(PROMPT) + 5
-    )
+    said = [{"role": role, "content": "hello"} for role in ("user", "assistant")]
+    assert found.messages == said
+    kept = 0 if part in ("tokenizer", "template") else len(PROMPT) + 5
+    assert len(found.history.rendering.tokens) == kept
     assert last(other, PROMPT).outcome == "miss"
 
 
@@ -255,11 +212,9 @@ def test_another_format_of_caches_keeps_the_text_and_says_why(saver: Make) -> No
 
 def test_a_context_that_is_too_short_keeps_the_text_and_says_why(saver: Make) -> None:
     saved(saver)
-    _, line = saver(oracle_runner(context=20)).load("one")
-    assert (
-        line == f"its caches are dropped, its text is kept: {len(PROMPT) + 5} tokens, and "
-        "the context is 20"
-    )
+    _, line = restored_by(saver, context=20)
+    said = f"{len(PROMPT) + 5} tokens, and the context is 20"
+    assert line == f"its caches are dropped, its text is kept: {said}"
 
 
 def test_text_only(saver: Make, store: SessionStore) -> None:
@@ -271,14 +226,16 @@ def test_text_only(saver: Make, store: SessionStore) -> None:
     assert line == "without caches: the first turn evaluates it again"
 
 
+def arrays_of(restored: Runner, original: Runner) -> Iterator[tuple[mx.array, mx.array]]:
+    """Yield each array of an entry with that of another one."""
+    for one, other in zip(restored.entry.caches, original.entry.caches, strict=True):
+        for name, array in one.export().arrays.items():
+            yield array, other.export().arrays[name]
+
+
 def test_fewer_bits_in_the_file(saver: Make, store: SessionStore) -> None:
     """8 bits take under a third of float32 and differ by a hundredth; states stay exact."""
-    config = tiny_config("gemma3_text", head_dim=64, vocab_size=300)
-    model = tiny_model(config)
-
-    def new() -> Runner:
-        return Runner(model, ByteTokenizer(), facts_of(model, config), context=512)
-
+    _, new = tiny("gemma3_text", head_dim=64)
     runner = new()
     prompt = np.random.default_rng(0).integers(0, 290, 200).tolist()
     answer(runner, prompt)
@@ -288,35 +245,24 @@ def test_fewer_bits_in_the_file(saver: Make, store: SessionStore) -> None:
     assert packed < 0.32 * whole
     restored = new()
     assert "tokens restored" in saver(restored).load("packed")[1]
-    for cache, original in zip(restored.entry.caches, runner.entry.caches, strict=True):
-        for name, array in cache.export().arrays.items():
-            exact = original.export().arrays[name]
-            assert array.shape == exact.shape
-            assert (
-                mx.abs(array - exact).max().item()  # type: ignore[operator]
-                < 0.01 * mx.abs(exact).max().item()
-            )
+    for array, exact in arrays_of(restored, runner):
+        assert array.shape == exact.shape
+        assert mx.abs(array - exact).max().item() < 0.01 * mx.abs(exact).max().item()  # type: ignore[operator]
     assert last(restored, [*restored.entry.tokens, 5]).evaluated_tokens == 1
 
 
 def test_bfloat16_comes_back_bit_by_bit(saver: Make) -> None:
     """numpy does not know the type."""
-    config = tiny_config("llama", vocab_size=300)
-    model = tiny_model(config)
+    model, new = tiny("llama")
     model.set_dtype(mx.bfloat16)
-
-    def new() -> Runner:
-        return Runner(model, ByteTokenizer(), facts_of(model, config), context=512)
-
     runner = new()
     answer(runner, PROMPT)
     save(saver(runner))
     restored = new()
     saver(restored).load("one")
-    for cache, original in zip(restored.entry.caches, runner.entry.caches, strict=True):
-        for name, array in cache.export().arrays.items():
-            assert array.dtype == mx.bfloat16
-            assert mx.array_equal(array, original.export().arrays[name])
+    for array, exact in arrays_of(restored, runner):
+        assert array.dtype == mx.bfloat16
+        assert mx.array_equal(array, exact)
 
 
 @pytest.mark.parametrize("kinds", [["full"], ["sliding", "recurrent"]], ids="-".join)

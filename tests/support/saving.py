@@ -6,33 +6,41 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.models import tiny_config, tiny_model
 from support.prompts import PROMPT
 
 from mlxrunner import Runner
 from mlxrunner.cache.disk.pieces import StoredEntry
 from mlxrunner.cache.entry import CacheEntry
+from mlxrunner.models.facts import facts_of
 from mlxrunner.pictures.table import PictureNames
 from mlxrunner.sessions.caches import Saver, SessionEntry, cache_writer, stored_entry
 from mlxrunner.sessions.session import Branch, History, Rendering, Session, SessionTurn
 from mlxrunner.sessions.store import CACHE_FILE, SessionStore
-from mlxrunner.testing import oracle_runner
+from mlxrunner.testing import ByteTokenizer, oracle_runner
 
 Make = Callable[..., Saver]
 
 
 def session(runner: Runner, text: str = "hello") -> Session:
     tokens = tuple(runner.entry.tokens)
-    return Session(
-        "oracle",
-        {
-            "main": Branch(
-                None,
-                History(
-                    (SessionTurn(text, text),), Rendering(runner.tokenizer.decode(tokens), tokens)
-                ),
-            )
-        },
-    )
+    rendering = Rendering(runner.tokenizer.decode(tokens), tokens)
+    return Session("oracle", {"main": Branch(None, History((SessionTurn(text, text),), rendering))})
+
+
+def tiny(
+    architecture: str, *, wide: bool = False, **sizes: Any
+) -> tuple[Any, Callable[..., Runner]]:
+    """Return a tiny model, and a function that makes runners of it. `wide`: with heads of 32."""
+    heads = {"hidden_size": 128, "head_dim": 32} if wide else {}
+    config = tiny_config(architecture, vocab_size=300, **heads, **sizes)
+    model = tiny_model(config)
+
+    def new(**options: Any) -> Runner:
+        facts = facts_of(model, config)
+        return Runner(model, ByteTokenizer(), facts, **{"context": 512, **options})
+
+    return model, new
 
 
 def answer(runner: Runner, prompt: list[int], n: int = 6) -> list[tuple[int | None, float | None]]:
