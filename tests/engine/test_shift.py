@@ -152,15 +152,15 @@ def test_a_shifted_conversation_is_shared_only_as_far_as_a_cold_run_would_store_
 
 @pytest.mark.exhaustive(1)
 @pytest.mark.parametrize(
-    ("seed", "name"), [*((seed, "llama") for seed in range(6)), (6, "cohere2"), (7, "cohere2")]
+    ("seed", "name"), [*((seed, "llama") for seed in range(4)), (5, "cohere2"), (7, "cohere2")]
 )
 def test_moved_tokens_are_not_reused_by_prompts_that_look_alike(name: str, seed: int) -> None:
     """Prompts of two words share any number of tokens; each answer is that of a new runner."""
     given, rng = parts(name), random.Random(seed)
     runner = Runner(*given, context=CONTEXT, rewind_slack=600)
     for _ in range(10):
-        words = rng.choices([5, 6], [9, 1], k=rng.randrange(3, 130))
-        options = over(rng.choice([1, 4, 4, 20]), rng.choice([3, 30, 110]), logprobs=0)
+        words = rng.choices([5, 6], [40, 1], k=rng.choice([20, 60, 80, 90, 130]))
+        options = over(rng.choice([1, 4, 4, 20]), rng.choice([3, 30, 50, 110]), logprobs=0)
         found, cold = runner.complete(words, **options), alone(given, words, **options)
         assert found.tokens == cold.tokens
         for ours, its in zip(found.logprobs or [], cold.logprobs or [], strict=True):
