@@ -90,26 +90,19 @@ def test_mlx_lm_goes_on_from_our_file(
     tmp_path: Path, tiny: tuple[str, int | None], length: int
 ) -> None:
     """load_prompt_cache reads it, and the model says there what it says here."""
-    made = Tiny(*tiny)
+    made, file = Tiny(*tiny), tmp_path / "x.safetensors"
     runner = made.runner()
     made.ours(runner, np.random.default_rng(0).integers(0, 290, length).tolist(), 20)
     said = list(runner.entry.tokens)
     exported = runner.entry.export()
-    export_file(
-        tmp_path / "x.safetensors",
-        made.model,
-        "tiny",
-        made.options,
-        Exported(exported.tokens, exported.layers, []),
-    )
-    cache, metadata = load_prompt_cache(str(tmp_path / "x.safetensors"), return_metadata=True)
+    without_checkpoints = Exported(exported.tokens, exported.layers, [])
+    export_file(file, made.model, "tiny", made.options, without_checkpoints)
+    cache, metadata = load_prompt_cache(str(file), return_metadata=True)
     assert json.loads(metadata["tokens"]) == said
-    assert {
-        "model",
-        "tokenizer_config",
-    } <= metadata.keys()  # mlx_lm.generate --prompt-cache-file wants them
+    # mlx_lm.generate --prompt-cache-file wants them.
+    assert {"model", "tokenizer_config"} <= metadata.keys()
     assert made.theirs(cache, NEXT) == made.ours(runner, [*said, *NEXT])
-    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o600
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.exhaustive(8)
@@ -119,10 +112,10 @@ def test_we_go_on_from_a_file_of_mlx_lm(
     tmp_path: Path, tiny: tuple[str, int | None], length: int
 ) -> None:
     """A file of save_prompt_cache is an entry of its tokens with the same answer as there."""
-    made = Tiny(*tiny)
+    made, file = Tiny(*tiny), tmp_path / "x.safetensors"
     said = np.random.default_rng(1).integers(0, 290, length).tolist()
-    save_prompt_cache(str(tmp_path / "x.safetensors"), made.their_cache(said))
-    entry = import_file(tmp_path / "x.safetensors", made.model, made.options, said, trust=True)
+    save_prompt_cache(str(file), made.their_cache(said))
+    entry = import_file(file, made.model, made.options, said, trust=True)
     assert entry.offsets == [length] * len(entry.caches)
     runner = made.runner()
     runner.cache.adopt(entry.export())
@@ -130,24 +123,16 @@ def test_we_go_on_from_a_file_of_mlx_lm(
     assert [chunk.token for chunk in chunks] == made.theirs(made.their_cache(said), NEXT)
     usage = chunks[-1].usage
     assert usage is not None
-    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == (
-        "hit",
-        length,
-        len(NEXT),
-    )
+    counts = (usage.outcome, usage.cached_tokens, usage.evaluated_tokens)
+    assert counts == ("hit", length, len(NEXT))
 
 
 def test_our_own_file_comes_back_without_being_told_the_tokens(tmp_path: Path) -> None:
     """They are in its metadata."""
-    made = Tiny("gemma3_text")
-    runner = made.runner()
-    made.ours(runner, list(range(60)))
-    exported = runner.entry.export()
-    export_file(tmp_path / "x.safetensors", made.model, "tiny", made.options, exported)
-    assert (
-        list(import_file(tmp_path / "x.safetensors", made.model, made.options, None).tokens)
-        == exported.tokens.tolist()
-    )
+    made, file = Tiny("gemma3_text"), tmp_path / "x.safetensors"
+    tokens = list(range(60))
+    exported(made, file, tokens)
+    assert list(import_file(file, made.model, made.options, None).tokens) == tokens
 
 
 @pytest.mark.exhaustive(8)
@@ -278,24 +263,22 @@ def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes],
     return apply
 
 
+def with_metadata(name: str, value: str) -> Callable[[bytes], bytes]:
+    return with_header(lambda header: header["__metadata__"].update({name: value}))
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "cut off": lambda content: content[:-50],
     "cut off in the header": lambda content: content[:100],
     "of another kind": lambda content: b"GGUF" * 100,
-    "no metadata": with_header(lambda h: h.pop("__metadata__")),
-    "a class that is none": with_header(
-        lambda h: h["__metadata__"].update({"1.0": "make_prompt_cache"})
-    ),
-    "a class of something else": with_header(
-        lambda h: h["__metadata__"].update({"1.0": "_BaseCache"})
-    ),
-    "an unknown class": with_header(lambda h: h["__metadata__"].update({"1.0": "../../xCache"})),
-    "numbers that are none": with_header(lambda h: h["__metadata__"].update({"2.1.1": "eval"})),
-    "tokens that are none": with_header(
-        lambda h: h["__metadata__"].update({"0.tokens": "[[1, 2], [3]]"})
-    ),
-    "nested tokens": with_header(lambda h: h["__metadata__"].update({"0.tokens": "[" * 10**5})),
+    "no metadata": with_header(lambda header: header.pop("__metadata__")),
+    "a class that is none": with_metadata("1.0", "make_prompt_cache"),
+    "a class of something else": with_metadata("1.0", "_BaseCache"),
+    "an unknown class": with_metadata("1.0", "../../xCache"),
+    "numbers that are none": with_metadata("2.1.1", "eval"),
+    "tokens that are none": with_metadata("0.tokens", "[[1, 2], [3]]"),
+    "nested tokens": with_metadata("0.tokens", "[" * 10**5),
     "a huge array": with_header(lambda h: h["0.0"].update(shape=[2**40, 2**20, 2**20, 16])),
     "a path for a name": with_header(lambda h: h.update({"../../x": h.pop("0.0")})),
 }
@@ -331,16 +314,8 @@ def test_a_file_that_can_not_be_read_or_written_is_one_line(tmp_path: Path) -> N
 def test_bits_that_a_model_cannot_have_are_an_error_in_one_line(tmp_path: Path, file: Path) -> None:
     """Heads of 16 numbers are refused here as where they are run."""
     write_model(tmp_path / "lfm2", "lfm2")
-    with pytest.raises(
-        OptionError,
-        match="kv_bits: this model can't use a quantized cache: heads of 16 and 16 numbers",
-    ):
-        import_session(
-            file,
-            "one",
-            str(tmp_path / "lfm2"),
-            list(range(40)),
-            8,
-            SessionStore(tmp_path / "sessions"),
-        )
-    assert SessionStore(tmp_path / "sessions").names() == []
+    store, tokens = SessionStore(tmp_path / "sessions"), list(range(40))
+    why = "kv_bits: this model can't use a quantized cache: heads of 16 and 16 numbers"
+    with pytest.raises(OptionError, match=why):
+        import_session(file, "one", str(tmp_path / "lfm2"), tokens, 8, store)
+    assert store.names() == []
