@@ -1,6 +1,6 @@
-"""The four counts of a prompt: precedence, moved text, conversations, requests side by side.
+"""The counts of a prompt where text has moved, and the reason for which it reused no more.
 
-The reason for which it reused no more.
+All four counts are held against a full memory in tests/reuse/test_accounts.py.
 """
 
 from __future__ import annotations
@@ -31,16 +31,11 @@ def text(seed: int, count: int) -> list[int]:
 
 
 def counted(
-    accounting: TokenAccounting,
-    prompt: list[int],
-    cached: int = 0,
-    name: tuple[str, str | None] = ("", None),
-    answer: list[int] | None = None,
+    accounting: TokenAccounting, prompt: list[int], cached: int = 0, client: str = ""
 ) -> PromptAccount:
     """Run a request that reuses `cached` tokens, and return its account."""
-    opened = accounting.begin(as_tokens(prompt), name=ConversationName(*name))
-    more = as_tokens(answer or [])
-    return accounting.end(opened, cached, cached, len(prompt), more)
+    opened = accounting.begin(as_tokens(prompt), name=ConversationName(client, None))
+    return accounting.end(opened, cached, cached, len(prompt), as_tokens([]))
 
 
 BEGIN, MIDDLE, END = text(1, 100), text(2, 200), text(3, 300)
@@ -101,55 +96,6 @@ def test_moved_runs_are_those_of_a_slow_search(seed: int) -> None:
     assert abs(found - tiled(old, new)) <= RUN * edits
 
 
-def test_cached_comes_before_missed_and_missed_before_displaced() -> None:
-    """A prefix that was evaluated is missed, even if an edit displaced the same text, too."""
-    accounting = TokenAccounting()
-    counted(accounting, OLD)
-    edited = [*BEGIN, 7, *OLD[101:]]
-    counted(accounting, edited, cached=100)
-    again = counted(accounting, OLD, cached=100)
-    assert (again.missed, again.displaced) == (499, 0)  # the last one is new: it gives the logits
-    part = counted(accounting, [*OLD[:300], 8, *OLD[301:]], cached=100)
-    assert part.missed == 200
-    assert 299 - RUN <= part.displaced <= 299
-
-
-def test_a_full_hit_evaluates_one_new_token() -> None:
-    """Its last one, for the logits."""
-    accounting = TokenAccounting()
-    counted(accounting, OLD)
-    found = counted(accounting, OLD, cached=599)
-    assert (found.missed, found.displaced) == (0, 0)
-
-
-def test_answers_count_as_evaluated_and_as_text_of_the_conversation() -> None:
-    """A template that drops the thinking displaces the answer behind it."""
-    accounting, thinking, answer = TokenAccounting(), text(10, 90), text(11, 70)
-    counted(accounting, BEGIN, answer=[*thinking, *answer])
-    whole = counted(accounting, [*BEGIN, *thinking, *answer, *text(12, 9)], cached=100)
-    assert whole.missed == 160
-    accounting = TokenAccounting()
-    counted(accounting, BEGIN, answer=[*thinking, *answer])
-    stripped = counted(accounting, [*BEGIN, *answer, *text(12, 9)], cached=100)
-    assert stripped.missed == 0
-    assert 70 - RUN <= stripped.displaced <= 70
-
-
-def test_the_session_names_the_conversation_else_most_content_does() -> None:
-    """Another client's text is never that of this conversation."""
-    accounting = TokenAccounting()
-    counted(accounting, [*BEGIN, 1, *MIDDLE], name=("agent", "a"))
-    counted(accounting, [*BEGIN, 2, *END], name=("agent", "b"))
-    prompt = [*BEGIN, 3, *MIDDLE, *END]
-    assert 200 - RUN <= counted(accounting, prompt, 100, ("agent", "a")).displaced <= 200
-    accounting = TokenAccounting()
-    counted(accounting, [*BEGIN, 1, *MIDDLE], name=("agent", None))
-    counted(accounting, [*BEGIN, 2, *END], name=("agent", None))
-    assert 300 - RUN <= counted(accounting, prompt, 100, ("agent", None)).displaced <= 300
-    other = counted(accounting, prompt, 100, ("editor", None))
-    assert (other.displaced, other.earlier) == (0, None)
-
-
 def test_a_prefix_that_another_request_evaluates_is_missed_if_it_gets_there() -> None:
     """Two requests begin at once; the first is cut off early or not."""
     for reached, missed in ((600, 599), (250, 250)):
@@ -160,46 +106,30 @@ def test_a_prefix_that_another_request_evaluates_is_missed_if_it_gets_there() ->
         assert accounting.end(second, 0, 0, 600, as_tokens([])).missed == missed
 
 
-def test_nothing_of_an_interrupted_prompt_counts_that_was_not_evaluated() -> None:
-    """The next request of the same text misses what was, and the rest is new."""
-    accounting = TokenAccounting()
-    opened = accounting.begin(as_tokens(OLD))
-    accounting.end(opened, 0, 0, 123, as_tokens([]))
-    assert counted(accounting, OLD).missed == 123
-
-
 def test_memory_is_bounded() -> None:
     """Many long conversations: the oldest are forgotten, the newest are compared with."""
     accounting = TokenAccounting()
     for seed in range(100):
-        counted(accounting, text(seed, 1000), name=(str(seed % 3), None))
+        counted(accounting, text(seed, 1000), client=str(seed % 3))
     assert len(accounting._history) <= MOST_REQUESTS
-    newest = text(99, 1000)
-    found = counted(accounting, [5, *newest[1:]], name=("0", None))
-    assert found.displaced == 999
+    assert counted(accounting, [5, *text(99, 1000)[1:]], client="0").displaced == 999
 
 
 PROMPT = as_tokens([*range(20), 99])
 
 
+EVICTIONS: dict[str, tuple[int, int, int, str | None, int]] = {
+    "a longer match than what is left": (18, 9, 5, "evicted", 18),
+    "nothing is left": (18, 0, 0, "evicted", 18),
+    "the last token is evaluated in any case": (21, 9, 0, "evicted", 21),
+    "as much is still there": (18, 30, 18, "diverged", 18),
+    "more is still there": (5, 18, 18, None, 18),
+    "without a common token": (0, 9, 5, "diverged", 5),
+}
+
+
 @pytest.mark.parametrize(
-    ("evicted", "entry", "matched", "reason", "known"),
-    [
-        (18, 9, 5, "evicted", 18),
-        (18, 0, 0, "evicted", 18),
-        (21, 9, 0, "evicted", 21),
-        (18, 30, 18, "diverged", 18),
-        (5, 18, 18, None, 18),
-        (0, 9, 5, "diverged", 5),
-    ],
-    ids=[
-        "a longer match than what is left",
-        "nothing is left",
-        "the last token is evaluated in any case",
-        "as much is still there",
-        "more is still there",
-        "without a common token",
-    ],
+    ("evicted", "entry", "matched", "reason", "known"), EVICTIONS.values(), ids=EVICTIONS
 )
 def test_an_eviction_is_the_reason_where_it_cost_a_longer_match(
     evicted: int, entry: int, matched: int, reason: str | None, known: int

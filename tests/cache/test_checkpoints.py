@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
@@ -54,65 +54,52 @@ def stops(some: Checkpoints, start: int, places: CheckpointPlaces, nbytes: int =
     return found
 
 
-@pytest.mark.parametrize(
-    ("ends", "total", "ahead", "roles"),
-    [
-        pytest.param(
-            [100, 150], 154, False, {100: "message", 150: "answer"}, id="system-and-question"
-        ),
-        pytest.param(
-            [100, 150, 300, 340],
-            344,
-            False,
-            {100: "system", 300: "message", 340: "answer"},
-            id="a-second-question",
-        ),
-        pytest.param(
-            [1176, 1200],
-            1204,
-            False,
-            {1168: "system", 1176: "message", 1200: "answer"},
-            id="a-long-system-prompt",
-        ),
-        pytest.param(
-            [SPACING, 300, 400],
-            404,
-            False,
-            {SPACING - NEAR_END: "system", 300: "message", 400: "answer"},
-            id="just-long",
-        ),
-        pytest.param(
-            [SPACING - 1, 300, 400],
-            404,
-            False,
-            {SPACING - 1: "system", 300: "message", 400: "answer"},
-            id="not-quite",
-        ),
-        pytest.param([50], 54, False, {50: "answer"}, id="one-message"),
-        pytest.param([], 100, False, {92: "answer"}, id="no-messages"),
-        pytest.param([], NEAR_END, False, {}, id="too-short-for-any"),
-        pytest.param(
-            [100, 600],
-            601 + HEADER,
-            False,
-            {100: "system", 600: "message", 593 + HEADER: "answer"},
-            id="goes-on",
-        ),
-        pytest.param(
-            [100, 150, 300], 330, True, {100: "system", 300: "message"}, id="while-it-is-typed"
-        ),
-    ],
-)
-def test_the_places_of_a_prompt(
-    ends: list[int], total: int, ahead: bool, roles: dict[int, Role]
-) -> None:
+PLACES: dict[str, tuple[list[int], int, dict[int, Role]]] = {
+    "system and question": ([100, 150], 154, {100: "message", 150: "answer"}),
+    "a second question": (
+        [100, 150, 300, 340],
+        344,
+        {100: "system", 300: "message", 340: "answer"},
+    ),
+    "a long system prompt": (
+        [1176, 1200],
+        1204,
+        {1168: "system", 1176: "message", 1200: "answer"},
+    ),
+    "just long": (
+        [SPACING, 300, 400],
+        404,
+        {SPACING - NEAR_END: "system", 300: "message", 400: "answer"},
+    ),
+    "not quite": (
+        [SPACING - 1, 300, 400],
+        404,
+        {SPACING - 1: "system", 300: "message", 400: "answer"},
+    ),
+    "one message": ([50], 54, {50: "answer"}),
+    "no messages": ([], 100, {92: "answer"}),
+    "too short for any": ([], NEAR_END, {}),
+    "goes on": (
+        [100, 600],
+        601 + HEADER,
+        {100: "system", 600: "message", 593 + HEADER: "answer"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("ends", "total", "roles"), PLACES.values(), ids=PLACES)
+def test_the_places_of_a_prompt(ends: list[int], total: int, roles: dict[int, Role]) -> None:
     """The places are the system prompt's end, the last message's begin and the answer's.
 
     Of a long system prompt the place is shortly before its end.
     """
-    places = places_of(total, ends, ahead=ahead)
-    assert places.roles == roles
-    assert places.until == (total if ahead else max(roles, default=0))
+    places = places_of(total, ends)
+    assert (places.roles, places.until) == (roles, max(roles, default=0))
+
+
+def test_the_places_while_a_prompt_is_typed() -> None:
+    places = places_of(330, [100, 150, 300], ahead=True)
+    assert (places.roles, places.until) == ({100: "system", 300: "message"}, 330)
 
 
 @pytest.mark.parametrize(
@@ -150,34 +137,22 @@ def test_while_a_draft_is_typed_the_place_of_the_last_answer_keeps_its_role() ->
     assert [one.role for one in some][:3] == ["system", None, "message"]
 
 
-@pytest.mark.parametrize(
-    ("ends", "total", "start", "expected"),
-    [
-        pytest.param([100, 150], 154, 0, [100, 150], id="system-and-question"),
-        pytest.param([100, 150, 550, 580], 584, 0, [100, 550, 580], id="question-answer-question"),
-        pytest.param([100, 150, 550, 580], 584, 560, [580], id="only-what-is-new"),
-        pytest.param([100, 150, 550, 580], 584, 580, [], id="only-the-header-is-new"),
-        pytest.param([2500], 2504, 0, [1000, 2000, 2500], id="one-long-message"),
-        pytest.param([1200], 1204, 0, [1200], id="no-stop-just-before-another"),
-        pytest.param([1251], 1255, 0, [1000, 1251], id="far-enough-from-the-next"),
-        pytest.param(
-            [100, 700, 2900, 3000],
-            3004,
-            0,
-            [100, 700, 1700, 2900, 3000],
-            id="at-a-message-end-if-one-is-near",
-        ),
-        pytest.param(
-            [5000, 5100],
-            5104,
-            0,
-            [1000, 2000, 3000, 4000, 4992, 5000, 5100],
-            id="inside-a-long-system-prompt",
-        ),
-        pytest.param([], 5, 0, [], id="short-text"),
-        pytest.param([], 3000, 0, [1000, 2000, 2992], id="text"),
-    ],
-)
+PAUSES: dict[str, tuple[list[int], int, int, list[int]]] = {
+    "system and question": ([100, 150], 154, 0, [100, 150]),
+    "question, answer, question": ([100, 150, 550, 580], 584, 0, [100, 550, 580]),
+    "only what is new": ([100, 150, 550, 580], 584, 560, [580]),
+    "only the header is new": ([100, 150, 550, 580], 584, 580, []),
+    "one long message": ([2500], 2504, 0, [1000, 2000, 2500]),
+    "no stop just before another": ([1200], 1204, 0, [1200]),
+    "far enough from the next": ([1251], 1255, 0, [1000, 1251]),
+    "a message's end that is near": ([100, 700, 2900, 3000], 3004, 0, [100, 700, 1700, 2900, 3000]),
+    "a long system prompt": ([5000, 5100], 5104, 0, [*range(1000, 5000, 1000), 4992, 5000, 5100]),
+    "short text": ([], 5, 0, []),
+    "text": ([], 3000, 0, [1000, 2000, 2992]),
+}
+
+
+@pytest.mark.parametrize(("ends", "total", "start", "expected"), PAUSES.values(), ids=PAUSES)
 def test_where_a_prefill_pauses(
     ends: list[int], total: int, start: int, expected: list[int]
 ) -> None:
@@ -218,16 +193,10 @@ def test_they_are_found_by_offset() -> None:
     some = holding(9, 30, 10, 20)
     assert some.offsets == [10, 20, 30]
     assert len(some) == some.nbytes == 3
-    assert some.at(20) == at(20)
-    assert some.at(21) is None
-    for to, offsets in [
-        (9, []),
-        (10, [10]),
-        (29, [20, 10]),
-        (30, [30, 20, 10]),
-        (99, [30, 20, 10]),
-    ]:
-        assert [one.offset for one in some.before(to)] == offsets
+    assert (some.at(20), some.at(21)) == (at(20), None)
+    found = {to: [one.offset for one in some.before(to)] for to in (9, 10, 29, 30, 99)}
+    whole = [30, 20, 10]
+    assert found == {9: [], 10: [10], 29: [20, 10], 30: whole, 99: whole}
 
 
 @pytest.mark.parametrize(("to", "left"), [(0, []), (19, [10]), (20, [10, 20]), (99, [10, 20, 30])])
@@ -238,16 +207,12 @@ def test_truncate_drops_what_lies_beyond(to: int, left: list[int]) -> None:
     assert some.offsets == left
 
 
-def test_one_per_offset() -> None:
-    """The first one: what it holds is what a second one would."""
+def test_one_per_offset_that_fits_is_kept() -> None:
+    """The first one holds what a second would; a too large one costs none of the others."""
     some = Checkpoints(100)
-    some.add(at(10, 5))
-    some.add(at(10, 7))
+    for nbytes in (5, 7):
+        some.add(at(10, nbytes))
     assert (some.offsets, some.nbytes) == ([10], 5)
-
-
-def test_one_that_is_larger_than_the_budget_is_not_kept() -> None:
-    """It costs none of the others."""
     some = holding(3, 10, 20, 30)
     some.add(at(40, 4))
     assert some.offsets == [10, 20, 30]
@@ -257,14 +222,11 @@ def test_one_that_is_larger_than_the_budget_is_not_kept() -> None:
 @pytest.mark.parametrize(
     ("offsets", "lost"),
     [
-        pytest.param(
-            [1000, 1100, 3000, 4000, 5000, 6000], 1100, id="the-gap-that-fills-the-spacing-best"
-        ),
-        pytest.param(
-            [2500, 5200, 7200, 10200, 12000, 12600], 12000, id="the-only-one-that-does-no-harm"
-        ),
-        pytest.param([60, 120, 180, 240, 300, 360], 60, id="all-closer-than-is-worth-it"),
+        ([1000, 1100, 3000, 4000, 5000, 6000], 1100),
+        ([2500, 5200, 7200, 10200, 12000, 12600], 12000),
+        ([60, 120, 180, 240, 300, 360], 60),
     ],
+    ids=["the gap that fills the spacing best", "the only one that does no harm", "all are close"],
 )
 def test_what_lies_in_between_is_thinned_evenly(offsets: list[int], lost: int) -> None:
     """Thinning keeps free places too: with 5 of which 2 are free, a third of the text is enough."""
@@ -272,37 +234,19 @@ def test_what_lies_in_between_is_thinned_evenly(offsets: list[int], lost: int) -
     assert {*offsets} - {one.offset for one in kept} == {lost}
 
 
-def test_where_every_loss_does_harm_the_smallest_gap_is_left() -> None:
-    """The three with roles leave less choice."""
-    items = [
-        at(100, role="system"),
-        *map(at, (3000, 6000, 9100)),
-        at(12000, role="message"),
-        at(12010, role="answer"),
-    ]
-    assert [one.offset for one in thinned(items, 5, INTERVAL)] == [100, 6000, 9100, 12000, 12010]
-
-
 def test_those_with_a_role_go_last() -> None:
-    """The system prompt's end goes after the answer's begin, and the last message's begin last."""
-    items = [
-        at(10, role="system"),
-        at(20),
-        at(900, role="message"),
-        at(950, role="answer"),
-        at(2000),
-    ]
-    found = [
-        [one.offset for one in thinned(items, budget, INTERVAL)] for budget in range(5, -1, -1)
-    ]
-    assert found == [
-        [10, 20, 900, 950, 2000],
-        [10, 900, 950, 2000],
-        [10, 900, 950],
-        [10, 900],
-        [900],
-        [],
-    ]
+    """The system prompt's end goes after the answer's begin, and the last message's begin last.
+
+    Where every loss does harm, the smallest gap is left.
+    """
+    roles: dict[int, Role] = {10: "system", 900: "message", 950: "answer"}
+    items = [at(offset, role=roles.get(offset)) for offset in (10, 20, 900, 950, 2000)]
+    left = [[one.offset for one in thinned(items, count, INTERVAL)] for count in range(5, -1, -1)]
+    assert left[:3] == [[10, 20, 900, 950, 2000], [10, 900, 950, 2000], [10, 900, 950]]
+    assert left[3:] == [[10, 900], [900], []]
+    roles = {100: "system", 12000: "message", 12010: "answer"}
+    items = [at(offset, role=roles.get(offset)) for offset in (100, 3000, 6000, 9100, 12000, 12010)]
+    assert [one.offset for one in thinned(items, 5, INTERVAL)] == [100, 6000, 9100, 12000, 12010]
 
 
 marks = st.lists(
@@ -466,9 +410,7 @@ def test_a_very_long_conversation_is_covered_evenly(budget: int) -> None:
 
 histories = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["append", "append", "append", "edit", "regenerate", "shift", "interrupt", "restore"]
-        ),
+        st.sampled_from("append append append edit regenerate shift interrupt restore".split()),
         st.integers(1, 80) | st.integers(1, 5000),
         st.integers(1, 80) | st.integers(1, 3000),
     ),
@@ -528,9 +470,6 @@ def play(
     return some.offsets
 
 
-Act = Callable[[Checkpoints, list[int], int, random.Random], int]
-
-
 def append(some: Checkpoints, ends: list[int], at_: int, rng: random.Random) -> int:
     return at_
 
@@ -572,11 +511,4 @@ def restore(some: Checkpoints, ends: list[int], at_: int, rng: random.Random) ->
     return at_
 
 
-ACTS: dict[str, Act] = {
-    "append": append,
-    "edit": edit,
-    "regenerate": regenerate,
-    "shift": shift,
-    "interrupt": interrupt,
-    "restore": restore,
-}
+ACTS = {act.__name__: act for act in (append, edit, regenerate, shift, interrupt, restore)}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
-from support.models import LLAMA3, tiny_config, tiny_model
+from support.histories import tiny_parts
+from support.models import LLAMA3
 from support.sample import fewer
 
 from mlxrunner import ContextFullError, ContextLengthError, OptionError, Runner
@@ -17,16 +20,11 @@ from mlxrunner.cache.entry import as_tokens
 from mlxrunner.cache.layers.factory import CacheOptions, make_layer_caches
 from mlxrunner.chat.conversation import Conversation
 from mlxrunner.engine.backends.backend import rotators, turned
-from mlxrunner.models.facts import facts_of
 from mlxrunner.results import Result
 from mlxrunner.testing import ByteTokenizer, oracle_runner
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "beta_fast": 32,
-    "beta_slow": 1,
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1} | {
+    "original_max_position_embeddings": 128
 }
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
@@ -35,23 +33,20 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_scaling": LLAMA3}),
     "yarn": ("qwen3", {"head_dim": 16, "rope_theta": 1e4, "rope_scaling": YARN}),
     "key norm": ("qwen3", {"head_dim": 16, "rope_theta": 1e6}),
-    "per-layer bases and windows": (
-        "gemma3_text",
-        {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-    ),
+    "per-layer bases": ("gemma3_text", {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
     "rope in some layers only": ("smollm3", {"no_rope_layer_interval": 2, "rope_theta": 1e4}),
 }
 ropes = pytest.mark.parametrize(("architecture", "settings"), ROPES.values(), ids=ROPES)
 
 
 def build(architecture: str, settings: dict[str, Any], context: int = 60, **options: Any) -> Runner:
-    config = tiny_config(
-        architecture, vocab_size=300, **({"max_position_embeddings": 512} | settings)
-    )
-    model = tiny_model(config)
-    return Runner(
-        model, ByteTokenizer(), facts_of(model, config), context=context, prefill_step=16, **options
-    )
+    given = tiny_parts(architecture, **({"max_position_embeddings": 512} | settings))
+    return Runner(*given, context=context, prefill_step=16, **options)
+
+
+def over(keep: int, max_tokens: int, **more: Any) -> dict[str, Any]:
+    """Return the options of an answer that goes over the edge of the context."""
+    return {"overflow": "shift", "keep": keep, "max_tokens": max_tokens, "stop_tokens": []} | more
 
 
 def first_layer(model: Any, tokens: list[int], at: int) -> mx.array:
@@ -104,16 +99,15 @@ def test_a_rope_turns_keys_back_with_its_amplitude_divided_out(
         ).max().item() < 2e-4 * max(1, -by / 400)
 
 
-def test_layers_without_positions_are_moved_as_they_are() -> None:
-    """Layers that do not use their rope are found by comparing keys, here every second one."""
+def test_layers_are_moved_as_their_keys_were_turned_or_not_at_all() -> None:
+    """Layers that do not use their rope are found by comparing keys, here every second one.
+
+    Recurrent layers can't be moved, nor keys that are rotated by something that is no rope module.
+    """
     runner = build(*ROPES["rope in some layers only"])
     ways = rotators(runner.model, make_layer_caches(runner.model), -5)
     assert ways is not None
     assert len({way.func if isinstance(way, partial) else way for way in ways}) == 2
-
-
-def test_what_cannot_be_moved_is_not_moved() -> None:
-    """Recurrent layers, and layers whose keys are rotated by something that is no rope module."""
     for architecture in ("lfm2", "deepseek_v3"):
         runner = build(architecture, {})
         assert rotators(runner.model, make_layer_caches(runner.model), -5) is None
@@ -138,9 +132,7 @@ def test_an_answer_goes_over_the_edge_and_the_entry_stays_true(
     """Three times the context, with every layer at the entry's offset after each token."""
     runner = build(architecture, settings, context=48, rewind_slack=64)
     offsets = set()
-    for chunk in runner.generate(
-        list(range(30)), max_tokens=150, stop_tokens=[], overflow="shift", keep=4
-    ):
+    for chunk in runner.generate(list(range(30)), **over(4, 150)):
         offsets.add(len({cache.offset for cache in runner._cache.entry.caches}))
         assert len(runner._cache.entry.tokens) <= 48
     assert offsets == {1}
@@ -158,75 +150,56 @@ def test_an_answer_goes_over_the_edge_and_the_entry_stays_true(
 def test_layers_that_cannot_move_evaluate_the_kept_text_again(kinds: list[str]) -> None:
     """The answer is that of a cold run on the kept text, and the usage says how much it cost."""
     runner = oracle_runner(kinds, context=40)
-    chunks = list(runner.generate(list(range(30)), max_tokens=60, overflow="shift", keep=3))
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert usage.cache.shifted_tokens > 0
-    assert usage.cache.reevaluated_tokens > 0
-    answer = [chunk.token for chunk in chunks]
-    cold = oracle_runner(kinds, context=4096)
-    kept = list(runner.entry.tokens)
-    assert [c.token for c in cold.generate(kept, max_tokens=1)] == answer[-1:]
+    result = runner.complete(list(range(30)), **over(3, 60))
+    assert result.usage.cache.shifted_tokens > 0
+    assert result.usage.cache.reevaluated_tokens > 0
+    cold = oracle_runner(kinds).complete(list(runner.entry.tokens), max_tokens=1)
+    assert cold.tokens == result.tokens[-1:]
 
 
 def test_half_of_what_is_not_kept_becomes_free() -> None:
     """The rule of the shift: keep, then drop max(len - (context - target_free), 0) tokens."""
     runner = oracle_runner(["recurrent"], context=100)
-    chunks = list(runner.generate(list(range(99)), max_tokens=3, overflow="shift", keep=20))
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.cache.shifted_tokens == 40
+    result = runner.complete(list(range(99)), **over(20, 3))
+    assert result.usage.cache.shifted_tokens == 40
     assert runner.entry.tokens[:25] == [*range(20), *range(60, 65)]
 
 
 def test_a_prompt_that_is_too_long_keeps_its_beginning_and_its_end() -> None:
     """The part of its end that the entry had is moved, not evaluated again."""
-    runner = build("llama", {}, context=60)
-    history = list(range(58))
-    list(runner.generate(history, max_tokens=2, stop_tokens=[]))
+    runner, history = build("llama", {}, context=60), list(range(58))
+    runner.complete(history, max_tokens=2, stop_tokens=[])
     longer = [*history, *range(100, 115)]
-    chunks = list(runner.generate(longer, max_tokens=4, stop_tokens=[], overflow="shift", keep=6))
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert usage.prompt_tokens == 60 - 27
-    assert usage.cache.shifted_tokens == len(longer) - usage.prompt_tokens
-    assert usage.evaluated_tokens == 15
-    assert usage.cached_tokens == usage.prompt_tokens - 15
-    fresh = replayed(runner, [*history, 0], 6, usage.cache.shifted_tokens)
-    prompt = [*longer[:6], *longer[6 + usage.cache.shifted_tokens :]]
-    again = list(fresh.generate(prompt, max_tokens=4, stop_tokens=[]))
-    assert [c.token for c in again] == [c.token for c in chunks]
+    found = runner.complete(longer, **over(6, 4))
+    usage, shifted = found.usage, found.usage.cache.shifted_tokens
+    assert usage.prompt_tokens == 60 - 27 == len(longer) - shifted
+    assert (usage.evaluated_tokens, usage.cached_tokens) == (15, usage.prompt_tokens - 15)
+    fresh = replayed(runner, [*history, 0], 6, shifted)
+    prompt = [*longer[:6], *longer[6 + shifted :]]
+    assert fresh.complete(prompt, max_tokens=4, stop_tokens=[]).tokens == found.tokens
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
 def test_a_warm_shift_equals_a_cold_one(architecture: str) -> None:
     """A shifted entry's logits are within 1e-4 of the same history evaluated in other chunks."""
     settings = {"head_dim": 16, "rope_theta": 1e4} if architecture == "qwen3" else {}
-    runner = build(architecture, settings, context=64)
-    history: list[int] = [1]
+    runner, history = build(architecture, settings, context=64), [1]
     for turn in range(5):
         history += [(turn * 37 + i * 11) % 290 for i in range(9)]
-        history += [c.token or 0 for c in runner.generate(history, max_tokens=3, stop_tokens=[])]
+        history += runner.complete(history, max_tokens=3, stop_tokens=[]).tokens
     prompt = [*history, 5, 6, 7]
-    warm = list(
-        runner.generate(prompt, max_tokens=5, stop_tokens=[], overflow="shift", keep=4, logprobs=0)
-    )
-    usage = warm[-1].usage
-    assert usage is not None
-    fresh = replayed(runner, history, 4, usage.cache.shifted_tokens)
-    cold = list(
-        fresh.generate(
-            [*prompt[:4], *prompt[4 + usage.cache.shifted_tokens :]],
-            max_tokens=5,
-            stop_tokens=[],
-            logprobs=0,
-        )
-    )
-    assert usage.cache.shifted_tokens > 0
-    assert [c.token for c in warm] == [c.token for c in cold]
-    assert (
-        max(abs((a.logprob or 0) - (b.logprob or 0)) for a, b in zip(warm, cold, strict=True))
-        < 1e-4
-    )
+    warm = runner.complete(prompt, **over(4, 5, logprobs=0))
+    shifted = warm.usage.cache.shifted_tokens
+    assert shifted > 0
+    kept = [*prompt[:4], *prompt[4 + shifted :]]
+    fresh = replayed(runner, history, 4, shifted)
+    assert_alike(warm, fresh.complete(kept, max_tokens=5, stop_tokens=[], logprobs=0))
+
+
+def assert_alike(warm: Result, cold: Result) -> None:
+    assert warm.tokens == cold.tokens
+    for ours, its in zip(warm.logprobs or [], cold.logprobs or [], strict=True):
+        assert ours[0] == pytest.approx(its[0], abs=1e-4)
 
 
 def one_window(**options: Any) -> Runner:
@@ -251,16 +224,13 @@ def test_no_checkpoint_outlives_the_tokens_that_were_moved(
     asked: dict[str, Any] = {"stop_tokens": [], "logprobs": 0}
     runner = one_window(rewind_slack=0, checkpoint_interval=8, checkpoint_budget=10**7)
     history = [i * 7 % 290 for i in range(58)]
-    list(runner.generate(history, max_tokens=1, **asked))
+    runner.complete(history, max_tokens=1, **asked)
     assert {8, 16, 24, 32} <= {item.offset for item in runner.entry.checkpoints}
-    list(runner.generate(history, max_tokens=12, overflow="shift", keep=4, **asked))
+    runner.complete(history, **over(4, 12, logprobs=0))
     assert runner.shifted_tokens == 30
     prompt = [*runner.entry.tokens[:split], 280, 281]
-    warm = Result.of(list(runner.generate(prompt, max_tokens=4, **asked)))
-    cold = Result.of(list(one_window().generate(prompt, max_tokens=4, **asked)))
-    assert warm.tokens == cold.tokens
-    for ours, its in zip(warm.logprobs or [], cold.logprobs or [], strict=True):
-        assert ours[0] == pytest.approx(its[0], abs=1e-4)
+    warm, cold = (one.complete(prompt, max_tokens=4, **asked) for one in (runner, one_window()))
+    assert_alike(warm, cold)
 
 
 def test_a_chat_goes_over_the_edge_again_and_again() -> None:
@@ -291,55 +261,45 @@ def test_a_chat_goes_over_the_edge_again_and_again() -> None:
 def test_an_interrupt_during_a_shift_leaves_a_true_entry() -> None:
     """The entry has the kept tokens, or nothing."""
     for step in range(12):
-        runner = build("llama", {}, context=40)
-        calls = 0
+        runner, calls = build("llama", {}, context=40), count(1)
 
-        def interrupt(*_: Any, step: int = step) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == step:
+        def interrupt(step: int = step, calls: Iterator[int] = calls) -> None:
+            if next(calls) == step:
                 raise KeyboardInterrupt
 
-        original = type(runner.model).__call__
-        caches = runner._cache.empty_caches()
-        for cache in caches:
-            shift = cache.shift
-            cache.shift = lambda *a, shift=shift, **k: (  # type: ignore[method-assign]
-                interrupt(),
-                shift(*a, **k),
-                interrupt(),
-            )
+        def shift(*given: Any, of: Any, press: Any = interrupt, **more: Any) -> None:
+            press()
+            of(*given, **more)
+            press()
+
+        for cache in runner._cache.empty_caches():
+            cache.shift = partial(shift, of=cache.shift)  # type: ignore[method-assign]
         with suppress(KeyboardInterrupt):
-            list(
-                runner.generate(
-                    list(range(30)), max_tokens=60, stop_tokens=[], overflow="shift", keep=5
-                )
-            )
-        assert type(runner.model).__call__ is original
+            runner.complete(list(range(30)), **over(5, 60))
         assert runner.entry.is_true
         entry = list(runner.entry.tokens)
         if 0 < step < 3:
             assert len(entry) <= 5 or runner.shifted_tokens == 0
         prompt = [*entry, 9] if len(entry) <= 6 else [*entry[:5], 9]
-        warm = [c.token for c in runner.generate(prompt, max_tokens=4, stop_tokens=[])]
-        cold = build("llama", {}, context=40)
-        assert warm == [c.token for c in cold.generate(prompt, max_tokens=4, stop_tokens=[])]
+        warm, cold = (
+            one.complete(prompt, max_tokens=4, stop_tokens=[]).tokens
+            for one in (runner, build("llama", {}, context=40))
+        )
+        assert warm == cold
 
 
 def test_stop_is_the_default_and_error_is_an_error() -> None:
-    """With what was answered so far, and both numbers."""
-    runner = oracle_runner(context=30)
-    assert list(runner.generate(list(range(25))))[-1].finish_reason == "length"
+    """With what was answered so far, and both numbers; neither is one token late."""
+    runner, prompt = oracle_runner(context=30), list(range(25))
+    for options in ({}, {"overflow": "error", "max_tokens": 5}):
+        result = runner.complete(prompt, **options)
+        assert (len(result.tokens), result.finish_reason) == (5, "length")
     shown = []
     with pytest.raises(ContextFullError, match="filled the context of 30 tokens after 5 tokens"):
-        for chunk in runner.generate(list(range(25)), overflow="error"):
+        for chunk in runner.generate(prompt, overflow="error"):
             shown.append(chunk.token)
-    assert len(shown) == 5
+    assert shown == result.tokens
     assert runner.entry.is_true
-    assert (
-        list(runner.generate(list(range(25)), overflow="error", max_tokens=5))[-1].finish_reason
-        == "length"
-    )
     for overflow in ("stop", "error"):
         with pytest.raises(ContextLengthError):
             runner.generate(list(range(30)), overflow=overflow)
@@ -348,18 +308,11 @@ def test_stop_is_the_default_and_error_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"overflow": "explode"},
-            "overflow: 'explode' is not known, it has to be one of stop, shift, error",
-        ),
-        (
-            {"overflow": "shift", "keep": 29},
-            "keep: 29 tokens leave no room in the context of 30 tokens",
-        ),
+        ({"overflow": "explode"}, "overflow: 'explode' is not known, it has to be one of stop, s"),
+        ({"overflow": "shift", "keep": 29}, "keep: 29 tokens leave no room in the context of 30"),
         ({"keep": -1}, "keep: -1 is out of range"),
     ],
 )
 def test_wrong_settings_are_named(options: dict[str, Any], message: str) -> None:
-    """Before anything runs."""
     with pytest.raises(OptionError, match=message):
         oracle_runner(context=30).generate([1, 2], **options)

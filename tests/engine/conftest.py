@@ -49,5 +49,4 @@ def proved_once(proofs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="session")
 def llama() -> Parts:
-    """Return the parts of a runner of a tiny Llama, which all tests share."""
     return tiny_parts("llama")

@@ -165,13 +165,11 @@ def test_requests_with_prefixes_in_common_answer_as_the_single_runner(architectu
 
 
 def ways_of(engine: Any) -> str:
-    """Return the ways of an engine's layers as the docs write them."""
     ways = {part for way in engine.ways for part in way.split(" and ")}
     return " and ".join(sorted(ways))
 
 
 def documented() -> dict[str, str]:
-    """Return the ways of each architecture in the table of the docs."""
     rows = re.findall(
         r"^\| (row|stacked|per sequence|one at a time)(.*?) \| (.*) \|$",
         DOCS.read_text(encoding="utf-8"),
@@ -190,7 +188,6 @@ HYBRIDS = ["qwen3_5", "lfm2", "mamba2", "falcon_h1", "recurrent_gemma", "rwkv7"]
 
 
 def cold(model: Any, tokens: list[int]) -> mx.array:
-    """Return the logits after `tokens` on mlx-lm's caches, in one pass."""
     logits: mx.array = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
     return logits
 
@@ -401,20 +398,15 @@ def test_a_member_that_leaves_does_not_keep_the_stack() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_5"])
 def test_a_quantized_cache_runs_per_sequence(architecture: str) -> None:
     """With `kv_bits` the answers are those of the same caches alone."""
-    model = model_of(architecture, head_dim=32)
+    model, texts = model_of(architecture, head_dim=32), prompts((20, 31, 3))
     engine = engine_of(model, bits=8)
     assert "per sequence" in engine.ways
-    texts = prompts((20, 31, 3))
     found = together(engine, texts, 8)
-    again = [together(engine_alone(model), [text], 8)[0] for text in texts]
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in again]
+    for text, (tokens, _) in zip(texts, found, strict=True):
+        alone = engine_of(model, bits=8, depends_on_chunks=True)
+        assert alone.most_sequences == 1
+        assert tokens == together(alone, [text], 8)[0][0]
     engine.close()
-
-
-def engine_alone(model: Any) -> Any:
-    engine = engine_of(model, bits=8, depends_on_chunks=True)
-    assert engine.most_sequences == 1
-    return engine
 
 
 def test_a_model_that_depends_on_chunks_runs_one_sequence_at_a_time() -> None:
@@ -441,7 +433,6 @@ def test_closing_gives_every_module_its_own_class_back() -> None:
 
 
 def test_the_slack_of_windows_is_that_of_their_cells() -> None:
-    """A window keeps that many tokens beyond itself."""
     engine = engine_of(model_of("gemma3_text"), slack=7)
     assert isinstance(engine, BatchedModel)
     assert {group.memory for group in engine.groups} == {None, 32 + 7}

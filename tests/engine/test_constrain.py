@@ -6,7 +6,6 @@ import json
 import random
 import re
 import sys
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +22,7 @@ from mlxrunner import FormError, OptionError, Runner
 from mlxrunner.config.option import MAX_SCHEMA
 from mlxrunner.engine.constrain import check_form, constraint_of
 from mlxrunner.options import GenerateOptions
-from mlxrunner.testing import EOS, VOCAB, ByteTokenizer, oracle_runner
+from mlxrunner.testing import EOS, VOCAB, ByteTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,6 @@ def test_an_answer_is_an_instance_of_the_schema(llama: Runner, demo: Runner, nam
     ids=lambda choices: choices[0],
 )
 def test_an_answer_is_one_of_the_choices(llama: Runner, demo: Runner, choices: list[str]) -> None:
-    """Letter by letter, and it ends with the reason "stop"."""
     seen = set()
     for runner in (llama, demo):
         for options in ({}, *({"temperature": 3.0, "seed": seed} for seed in range(6))):
@@ -99,7 +97,6 @@ def test_an_answer_has_the_spaces_of_json_dumps_and_all_that_was_asked_for(llama
 
 
 def test_a_full_context_shifts_under_an_answer_in_a_form() -> None:
-    """It goes on where it was."""
     runner = build(context=40)
     chunks = ask(
         runner,
@@ -348,63 +345,12 @@ def test_a_dead_end_is_an_error_and_the_entry_stays_true() -> None:
 
 
 def test_a_processor_that_forces_another_token_is_an_error(llama: Runner) -> None:
-    """Not an answer in another form."""
     with pytest.raises(FormError, match="after 1 tokens"):
         ask(
             llama,
             choices=["yes"],
             logits_processors=[lambda history, logits: mx.zeros_like(logits)],
         )
-
-
-@pytest.mark.exhaustive(2)
-@pytest.mark.parametrize(
-    "kinds",
-    [["full", "full"], ["recurrent", "full"], ["sliding", "chunked"]],
-    ids=lambda kinds: kinds[0],
-)
-def test_however_a_request_ends_the_entry_is_what_was_evaluated(kinds: list[str]) -> None:
-    """Closed after each chunk, an error or Ctrl-C in each forward pass and before each token."""
-    prompt, follow_up = list(range(20)), [*range(15), 7, 7]
-    form, stride = {"schema": SCHEMAS["object"]}, fewer(3, 6)
-
-    def runner() -> Runner:
-        return oracle_runner(kinds, checkpoint_interval=5, checkpoint_budget=10**6)
-
-    def close(used: Runner, place: int) -> None:
-        answer: Any = used.generate(prompt, **form)
-        assert tokens([next(answer) for _ in range(place)]) == tokens(whole)[:place]
-        answer.close()
-
-    def fail(used: Runner, place: int, error: BaseException) -> None:
-        def on_layer(index: int) -> None:
-            if len(used.model.forwards) == place // 3 + 1 and index == 1:
-                raise error
-
-        used.model.on_layer = on_layer
-        with pytest.raises(type(error)):
-            ask(used, prompt, speculate="off", **form)
-        used.model.on_layer = lambda index: None
-
-    def interrupt(used: Runner, place: int) -> None:
-        def process(history: mx.array, logits: mx.array) -> mx.array:
-            if history.shape[0] == len(prompt) + place:
-                raise KeyboardInterrupt
-            return logits
-
-        with pytest.raises(KeyboardInterrupt):
-            ask(used, prompt, logits_processors=[process], **form)
-
-    failures = [partial(fail, error=error) for error in (KeyboardInterrupt(), RuntimeError("no"))]
-    whole = ask(runner(), prompt, **form)
-    expected = tokens(ask(runner(), follow_up, **form))
-    for end in (close, interrupt, *failures):
-        for place in range(0, len(whole), stride):
-            used = runner()
-            end(used, place)
-            assert used.entry.is_true
-            assert used.entry.tokens == [*prompt, *tokens(whole)][: len(used.entry.tokens)]
-            assert tokens(ask(used, follow_up, **form)) == expected
 
 
 HOSTILE: dict[str, tuple[Any, str]] = {

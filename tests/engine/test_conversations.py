@@ -59,10 +59,3 @@ def test_the_ideal_cache_reuses_the_longest_prefix_seen() -> None:
         1,
         0,
     ]
-
-
-def test_a_model_without_cells_has_room_for_all() -> None:
-    """Its layers are states of each slot, so few cells don't limit it."""
-    with Engine(*tiny_parts("mamba2"), max_sequences=3, context=80, kv_cache_tokens=80) as runner:
-        results = runner.run([[i, 2, 3] * 10 for i in range(5)], max_tokens=4, stop_tokens=[])
-    assert [len(result.tokens) for result in results] == [4] * 5

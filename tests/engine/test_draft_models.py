@@ -265,7 +265,6 @@ def test_memory_that_a_draft_model_has_is_not_offered(monkeypatch: pytest.Monkey
 
 
 def another(folder: Path) -> str:
-    """Write a tiny model of another vocabulary, and return its name."""
     write_model(folder / "other", vocab_size=300)
     return str(folder / "other")
 

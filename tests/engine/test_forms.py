@@ -78,7 +78,6 @@ def test_each_answer_is_that_of_the_single_runner(seed: int, architecture: str) 
 
 
 def test_log_probabilities_are_those_of_the_possible_tokens() -> None:
-    """Chunk by chunk as in the single runner."""
     given, options = parts(), {"choices": ["yes", "no"], "logprobs": 4}
     with Engine(*given, max_sequences=2, context=60) as runner:
         other = runner.submit([9, 9], max_tokens=20, stop_tokens=[])
@@ -145,7 +144,6 @@ def test_a_form_that_cannot_be_had_takes_no_slot() -> None:
 
 
 def test_several_answers_to_one_prompt_in_a_form() -> None:
-    """Each with a seed of its own."""
     colors = ["red", "green", "blue"]
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "choices": colors, "max_tokens": None}
     results = list(

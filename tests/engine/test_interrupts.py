@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine import Engine, StepCosts, backend
+from support.engine import Engine, StepCosts, backend, scheduler
 from support.reused import cold, interrupted_twice
 from support.sample import fewer
 
-from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.models.facts import ModelFacts
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel, interrupt_at
 
@@ -47,8 +45,13 @@ def some_requests(runner: Engine, **options: Any) -> None:
     runner.complete(JOBS[3], max_tokens=3, **options)
 
 
+def assert_no_slot_is_lost(runner: Engine, where: Any) -> None:
+    busy = {request.slot.number for request in scheduler(runner).requests}
+    assert all(slot.is_busy == (slot.number in busy) for slot in runner.slots), where
+
+
 def assert_all_is_well(runner: Engine, kinds: list[str], where: Any, **options: Any) -> None:
-    """Requests beside each other answer as if cold, and nothing is left in use."""
+    assert_no_slot_is_lost(runner, where)
     for result, job in zip(runner.run(JOBS, max_tokens=7, **options), JOBS, strict=True):
         assert result.tokens == cold(kinds, job, 7, **options), where
     for slot in runner.slots:
@@ -92,26 +95,6 @@ def test_a_second_ctrl_c_while_the_first_is_mended(kinds: list[str]) -> None:
     assert line > 40
 
 
-def test_ctrl_c_while_conversations_are_parked_leaves_all_of_them_whole(tmp_path: Path) -> None:
-    """Files are written and removed, and the index of what is on disk changes."""
-    kinds, options = ["full", "full"], {"stop_tokens": []}
-
-    def parked(line: int) -> Engine:
-        parking = DiskCache(tmp_path / str(line), {"model": "oracle"}, limit=2**26)
-        runner = opened(kinds, kv_cache_tokens=130, parking=parking)
-        runner.complete(FIRST, max_tokens=3, **options)
-        runner.complete(OTHER, max_tokens=3, **options)
-        return runner
-
-    with parked(0) as runner, interrupt_at(-1) as seen:
-        some_requests(runner, **options)
-    for line in range(1, seen[0], max(1, seen[0] // fewer(20, 6))):
-        with parked(line) as runner:
-            with suppress(KeyboardInterrupt), interrupt_at(line):
-                some_requests(runner, **options)
-            assert_all_is_well(runner, kinds, line, **options)
-
-
 def at_each_line(act: Callable[[], object], check: Callable[[int], object]) -> None:
     """Press Ctrl-C at each line of `act`, and call `check` after each."""
     line, hit = 0, True
@@ -140,3 +123,16 @@ def test_ctrl_c_while_the_cost_of_a_step_is_noted_leaves_costs_that_are_numbers(
             lambda line: [(costs.piece(few, 50), costs.decode(2)) for few in (0, 1, 7, 300)],
         )
     assert costs.largest == 128
+
+
+@pytest.mark.usefixtures("proved_once")
+def test_ctrl_c_at_any_line_of_a_submission_keeps_no_slot_busy() -> None:
+    with opened(["full", "full"]) as runner:
+        with interrupt_at(-1) as seen:
+            runner.submit(JOBS[0], max_tokens=7)
+        for line in range(1, seen[0], max(1, seen[0] // fewer(80, 40))):
+            for request in list(scheduler(runner).requests):
+                runner.cancel(request)
+            with suppress(KeyboardInterrupt), interrupt_at(line):
+                runner.submit(JOBS[0], max_tokens=7)
+            assert_no_slot_is_lost(runner, line)

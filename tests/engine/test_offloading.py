@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -27,7 +27,6 @@ from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.engine.scheduling.allocation import Slot
 from mlxrunner.results import Usage
-from mlxrunner.testing import interrupt_at
 
 SETTINGS: dict[str, Any] = {"context": 1000, "prefill_step": 64, "checkpoint_budget": 10**6}
 KINDS = ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"]
@@ -129,77 +128,6 @@ def test_what_comes_back_is_reused(talks: Talks) -> None:
     assert talks.runner.parked_bytes > 0
 
 
-@pytest.mark.parametrize("steps", [1, 5, 9])
-def test_a_cancel_in_the_middle_leaves_nothing_wrong(talks: Talks, steps: int) -> None:
-    """While the other conversation is parked, and while its own comes back."""
-    talks.begin_answer()
-    talks.say(0)
-    for number in (1, 0, 1):
-        handle = talks.submit(number)
-        for _ in range(steps):
-            talks.runner.step()
-        handle.cancel()
-        assert not has_task(handle)
-        free = [group.num_free for group in backend(talks.runner).groups]
-        held = [
-            max(0, len(slot.tokens)) if group.window is None else 0
-            for group in backend(talks.runner).groups
-            for slot in talks.runner.slots
-        ]
-        assert all(
-            count + sum(held) >= group.num_cells - 2 * (group.memory or 0)
-            for count, group in zip(free, backend(talks.runner).groups, strict=True)
-        )
-    for number in (0, 1, 0):
-        talks.say(number)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_an_interrupt_in_the_middle_leaves_nothing_wrong(
-    tmp_path: Path, name: str, share: float
-) -> None:
-    """At any line of the steps that park a conversation and bring another one back."""
-    talks = Talks(name, tmp_path / "parked")
-    talks.say(0)
-    talks.begin_answer()
-    talks.say(1)
-
-    def run() -> None:
-        handle = talks.submit(0)
-        while not request_of(handle).is_placed:
-            talks.runner.step()
-        handle.cancel()
-
-    with interrupt_at(-1) as seen:
-        run()
-    talks.say(1)
-    with suppress(KeyboardInterrupt), interrupt_at(int(seen[0] * share)):
-        run()
-    for request in list(scheduler(talks.runner).requests):
-        talks.runner.cancel(request)  # the interrupt may have come before the handle was there
-    for number in (0, 1, 0):
-        talks.say(number)
-    talks.close()
-
-
-def test_closing_in_the_middle_leaves_a_folder_that_is_whole(talks: Talks) -> None:
-    """The next runner finds what was parked before, and answers as a cold one."""
-    talks.begin_answer()
-    talks.say(0)
-    handle = talks.submit(1)
-    for _ in range(4):
-        talks.runner.step()
-    assert has_task(handle) or not backend(talks.runner).groups
-    folder = talks.parking.folder.parent
-    talks.close()
-    again = Talks(talks.name, folder)
-    again.talks = talks.talks
-    for number in (0, 1, 0):
-        again.say(number)
-    again.close()
-
-
 def test_a_damaged_file_ends_the_return_and_the_prompt_is_evaluated(talks: Talks) -> None:
     talks.begin_answer()
     for number in (0, 1):
@@ -284,7 +212,7 @@ def test_a_parking_that_another_one_overtakes_leaves_its_files(talks: Talks) -> 
 
 
 @pytest.mark.usefixtures("proved_once")
-@pytest.mark.exhaustive(1)
+@pytest.mark.exhaustive(2)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
 def test_any_history_in_pieces_gives_the_answers_of_cold_single_runs(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -292,21 +220,23 @@ def test_any_history_in_pieces_gives_the_answers_of_cold_single_runs(
     """With few cells, cancels, interrupts, errors and restarts while pieces are moved."""
     park_in_pieces_of(4, monkeypatch)
     seen = Counter[str]()
-    for seed in range(8):
+    wanted = "answered parked restored cancelled interrupted restarted".split()
+    for seed in range(40):
         one = PiecesHistory(parts_of(name, 33 if name == "gemma3_text" else 0), random.Random(seed))
         one.run(60)
         seen += one.seen
-        if seed and min(seen["answered"], seen["parked"]) > 0:
+        if seed and all(seen[what] for what in wanted):
             break
-    assert min(seen["answered"], seen["parked"]) > 0
+    assert all(seen[what] for what in wanted), seen
 
 
 class PiecesHistory(CheckedHistory):
     """A history on a runner that parks and restores in pieces."""
 
-    def open(self, fewest: int = 1) -> None:
-        from tempfile import TemporaryDirectory
+    weights = (8.0, 12.0, 1.0, 0.5, 0.5, 0.3, 0.3)
+    failures = KeyboardInterrupt, RuntimeError
 
+    def open(self, fewest: int = 1) -> None:
         super().open(fewest)
         self.runner.close()
         self._disk = self._disk or TemporaryDirectory()

@@ -322,7 +322,6 @@ def test_a_callers_own_processor_sees_each_token_once(how: str) -> None:
 
 
 def test_a_repeated_request_is_drafted_from_the_earlier_answer() -> None:
-    """From its first token on."""
     runner = repeating_runner(["full"])
     first, _ = answer(runner, PROMPT, "off", 60)
     runner.model.forwards.clear()

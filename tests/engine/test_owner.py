@@ -163,7 +163,6 @@ def test_chunks_that_another_thread_drops_are_settled_by_the_owner(
 
 
 def test_answers_that_another_thread_drops_are_cancelled_by_the_owner(llama: Parts) -> None:
-    """Their slots are free with its next call."""
     with Engine(*llama, max_sequences=1, context=80) as runner:
         held = [runner.run_each([([1, 2], LIMITS), (PROMPT, LIMITS), ([3], LIMITS)])]
         next(held[0])
@@ -173,7 +172,6 @@ def test_answers_that_another_thread_drops_are_cancelled_by_the_owner(llama: Par
 
 
 def test_a_runner_belongs_to_the_thread_that_opened_it_not_to_the_main_one(llama: Parts) -> None:
-    """A thread that opens its own may use it."""
     found: list[list[int]] = []
     assert elsewhere(lambda: found.append(computed(llama, PROMPT, **LIMITS))) is None
     assert found == [alone(llama, PROMPT, **LIMITS)]

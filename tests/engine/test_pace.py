@@ -142,17 +142,17 @@ def test_a_limit_in_milliseconds_is_kept_without_rests() -> None:
     assert sum(gap < 0.05 for gap in device.gaps) < 10
 
 
-def test_a_limit_below_a_step_still_lets_a_prompt_go_on() -> None:
-    device = Device(linear, StepPace(MOST, max_step_ms=1))
+@pytest.mark.parametrize(
+    ("most", "limit", "rows", "carried"),
+    [(MOST, 1, 1, FEWEST), (MOST, 0, 1, MOST - 1), (MOST, 0, 0, MOST), (8, None, 8, 0)],
+    ids=["a limit below a step", "no limit", "no limit and no answer", "a full row"],
+)
+def test_what_a_step_carries(most: int, limit: float | None, rows: int, carried: int) -> None:
+    """A prompt of 4,000 tokens goes on beside `rows` answers, whose steps are known."""
+    device = Device(linear, StepPace(most, max_step_ms=limit))
     for _ in range(9):
-        device.step(1, 0, 0)
-    assert device.step(1, 4000, 0) == FEWEST
-
-
-def test_without_a_limit_a_step_carries_all_it_can() -> None:
-    device = Device(linear, StepPace(MOST, max_step_ms=0))
-    assert device.step(1, 4000, 0) == MOST - 1
-    assert device.step(0, 4000, 0) == MOST
+        device.step(rows, 0, 0)
+    assert device.step(rows, 4000, 0) == carried
 
 
 def test_a_step_alone_grows_to_half_a_second() -> None:
@@ -160,13 +160,6 @@ def test_a_step_alone_grows_to_half_a_second() -> None:
     device.evaluate(9000, rows=0)
     assert max(device.gaps) < 0.6
     assert device.gaps[0] < 0.3
-
-
-def test_the_answers_beside_a_full_row_leave_no_room() -> None:
-    device = Device(linear, StepPace(8))
-    for _ in range(9):
-        device.step(8, 0, 0)
-    assert device.step(8, 100, 0) == 0
 
 
 def test_a_prompt_goes_on_after_a_hiccup_of_the_machine() -> None:
@@ -315,38 +308,32 @@ def test_an_answer_has_no_gap_beside_prompts_of_any_shape(share: float) -> None:
         assert max(device.gaps) < 5 * DECODE, prompts
 
 
-def test_a_piece_takes_the_seconds_that_are_asked_for() -> None:
-    """At 1,000 tokens a second, then at 100, and never more than the step."""
+SLOWER = [(FIRST_PIECE, FIRST_PIECE / 1000), (500, 5.0)]
+PIECES: dict[str, tuple[list[tuple[int, float]], int, int]] = {
+    "the first one": ([], 2048, FIRST_PIECE),
+    "a fast device": (SLOWER[:1], 2048, 500),
+    "a slower one": (SLOWER, 2048, 50),
+    "never more than a step": (SLOWER, 20, 20),
+    "one that took no time is no promise": (
+        [(FIRST_PIECE, 0.0)],
+        2**30,
+        16 * FIRST_PIECE,
+    ),
+    "a slow piece leaves a small one": ([(FIRST_PIECE, 1e6)], 2048, FEWEST_TOKENS),
+    "a short last piece says nothing": ([(10, 0.1)], 2048, FIRST_PIECE),
+    "unless it took too long already": ([(10, 0.1), (10, 1.0)], 2048, FEWEST_TOKENS),
+}
+
+
+@pytest.mark.parametrize(("measured", "most", "size"), PIECES.values(), ids=PIECES)
+@pytest.mark.exhaustive(len(PIECES))
+def test_a_piece_takes_half_a_second(
+    measured: list[tuple[int, float]], most: int, size: int
+) -> None:
     pace = Pace(0.5)
-    assert pace.size(2048) == FIRST_PIECE
-    pace.measure(FIRST_PIECE, FIRST_PIECE / 1000)
-    assert pace.size(2048) == 500
-    pace.measure(500, 5.0)
-    assert pace.size(2048) == 50
-    assert pace.size(20) == 20
-
-
-def test_the_pace_grows_step_by_step() -> None:
-    """A first piece that took no time is no promise."""
-    pace = Pace(0.5)
-    pace.measure(FIRST_PIECE, 0.0)
-    assert pace.size(2**30) == 16 * FIRST_PIECE
-
-
-def test_a_slow_piece_leaves_a_small_one() -> None:
-    """Each makes some progress."""
-    pace = Pace(0.5)
-    pace.measure(FIRST_PIECE, 1e6)
-    assert pace.size(2048) == FEWEST_TOKENS
-
-
-def test_a_short_last_piece_says_nothing() -> None:
-    """Few tokens are slower each, unless they took too long already."""
-    pace = Pace(0.5)
-    pace.measure(10, 0.1)
-    assert pace.size(2048) == FIRST_PIECE
-    pace.measure(10, 1.0)
-    assert pace.size(2048) == FEWEST_TOKENS
+    for tokens, seconds in measured:
+        pace.measure(tokens, seconds)
+    assert pace.size(most) == size
 
 
 class Given(Pace):

@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 from support.engine import tell_time_by
-from support.reused import CHECKPOINTS, NO_HELP
+from support.reused import Mix, cold, is_consistent, mixes, tokens
 
 from mlxrunner import BusyError, ContextLengthError, PromptError, Runner
 from mlxrunner.testing import oracle_runner
-
-MIXES: dict[str, tuple[list[str], dict[str, int]]] = {
-    "full": (["full", "full"], NO_HELP),
-    "sliding": (["full", "sliding"], NO_HELP),
-    "sliding-checkpoints": (["sliding", "full"], CHECKPOINTS),
-    "recurrent": (["recurrent", "full"], NO_HELP),
-    "all": (["full", "sliding", "recurrent", "composite", "chunked"], NO_HELP),
-    "all-checkpoints": (
-        ["full", "sliding", "recurrent", "composite", "chunked", "unknown"],
-        CHECKPOINTS,
-    ),
-}
-every_mix = pytest.mark.parametrize("name", MIXES)
-
-
-def runner_of(name: str, **options: Any) -> Runner:
-    kinds, rewinding = MIXES[name]
-    return oracle_runner(kinds, prefill_step=5, **(rewinding | options))
-
-
-def answer(runner: Runner, prompt: list[int], count: int = 6) -> list[int | None]:
-    return [chunk.token for chunk in runner.generate(prompt, max_tokens=count, stop_tokens=[])]
-
-
-def cold(name: str, prompt: list[int]) -> list[int | None]:
-    return answer(runner_of(name), prompt)
 
 
 def numbers(count: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(1, 250) for _ in range(count)]
+
+
+def opened(mix: Mix, **options: Any) -> Runner:
+    return mix.runner(prefill_step=5, **options)
 
 
 class CancelAfter:
@@ -55,82 +35,72 @@ class CancelAfter:
         return self.left < 0
 
 
-@every_mix
-def test_a_prompt_that_was_evaluated_in_advance_is_a_hit_and_exact(name: str) -> None:
+@mixes
+def test_a_prompt_that_was_evaluated_in_advance_is_a_hit_and_exact(mix: Mix) -> None:
     """All but the token that gives the logits is reused where the layers can go back by one."""
-    prompt = numbers(40, 1)
-    runner = runner_of(name)
+    prompt, runner = numbers(40, 1), opened(mix)
     assert runner.evaluate(prompt[:33]) == 33
     assert list(runner.entry.tokens) == prompt[:33]
     assert runner.entry.is_true
-    last = list(runner.generate(prompt, max_tokens=6, stop_tokens=[]))
-    assert [chunk.token for chunk in last] == cold(name, prompt)
-    assert last[-1].usage is not None
-    assert last[-1].usage.cached_tokens == 33
+    found = runner.complete(prompt, max_tokens=6)
+    assert found.tokens == cold(mix.kinds, prompt)
+    assert found.usage.cached_tokens == 33
 
 
-@every_mix
+@mixes
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3])
-def test_what_was_finished_before_it_was_cancelled_stays(name: str, chunks: int) -> None:
+def test_what_was_finished_before_it_was_cancelled_stays(mix: Mix, chunks: int) -> None:
     """Nothing more stays; the next request goes on from there, with the tokens of a cold run."""
-    prompt = numbers(40, 2)
-    runner = runner_of(name)
+    prompt, runner = numbers(40, 2), opened(mix)
     done = runner.evaluate(prompt, cancelled=CancelAfter(chunks))
-    assert done == len(runner.entry.tokens)
+    assert done == len(runner.entry.tokens) < len(prompt)
     assert (done > 0) == (chunks > 0)
-    assert done < len(prompt)
-    assert answer(runner, prompt) == cold(name, prompt)
+    assert tokens(runner, prompt) == cold(mix.kinds, prompt)
 
 
-@every_mix
-def test_typing_and_deleting_leaves_an_exact_entry(name: str) -> None:
+@mixes
+def test_typing_and_deleting_leaves_an_exact_entry(mix: Mix) -> None:
     """Typed and deleted texts, cancelled at random moments, leave an exact entry for the turn."""
-    rng = random.Random(name)
-    runner = runner_of(name)
-    said = numbers(20, 3)
+    rng, runner, said = random.Random(str(mix.kinds)), opened(mix), numbers(20, 3)
     for _ in range(8):
-        said += [int(token) for token in answer(runner, said) if token is not None]
+        said += tokens(runner, said)
         draft: list[int] = []
         for _ in range(12):
-            draft = (
-                draft[: rng.randrange(len(draft) + 1)]
-                if rng.random() < 0.4
-                else draft + numbers(rng.randrange(1, 9), rng.random())
-            )
+            if rng.random() < 0.4:
+                draft = draft[: rng.randrange(len(draft) + 1)]
+            else:
+                draft = draft + numbers(rng.randrange(1, 9), rng.random())
             runner.evaluate([*said, *draft, 7], cancelled=CancelAfter(rng.randrange(4)))
-            assert runner.entry.is_true or not runner.entry.caches
+            assert is_consistent(runner)
         said += [*draft, 9]
-        assert answer(runner, said) == cold(name, said)
+        assert tokens(runner, said) == cold(mix.kinds, said)
 
 
-@every_mix
-def test_an_interrupt_in_a_forward_pass_leaves_an_exact_entry(name: str) -> None:
-    """In every layer of several passes."""
+@mixes
+def test_an_interrupt_in_a_forward_pass_leaves_an_exact_entry(mix: Mix) -> None:
     prompt = numbers(30, 4)
     for at in range(2, 30, 5):
-        runner = runner_of(name)
-        calls = iter(range(10**6))
+        runner, calls = opened(mix), count()
 
-        def strike(index: int, calls: Any = calls, at: int = at) -> None:
+        def strike(index: int, calls: Iterator[int] = calls, at: int = at) -> None:
             if next(calls) == at:
                 raise KeyboardInterrupt
 
-        answer(runner, prompt[:8])
+        tokens(runner, prompt[:8])
         runner.model.on_layer = strike
         with pytest.raises(KeyboardInterrupt):
             while True:
                 runner.evaluate(prompt)
                 runner.reset()
         runner.model.on_layer = lambda index: None
-        assert runner.entry.is_true or not runner.entry.caches
-        assert answer(runner, prompt) == cold(name, prompt)
+        assert is_consistent(runner)
+        assert tokens(runner, prompt) == cold(mix.kinds, prompt)
 
 
 def test_an_entry_that_begins_with_it_is_left_alone() -> None:
     """Nothing is trimmed: the next request may still want the rest."""
-    runner = runner_of("full")
-    prompt = numbers(20, 5)
-    answer(runner, prompt)
+    runner, prompt = oracle_runner(), numbers(20, 5)
+    tokens(runner, prompt)
     before = list(runner.entry.tokens)
     assert runner.evaluate(prompt[:10]) == 0
     assert list(runner.entry.tokens) == before

@@ -97,7 +97,6 @@ def test_tools_variables_calls_and_results_reach_the_template() -> None:
 
 
 def test_parts_of_text_are_joined() -> None:
-    """OpenAI's form of a content."""
     parts = [{"type": "text", "text": "How is "}, {"type": "text", "text": "the weather?"}]
     assert text_of([{"role": "user", "content": parts}]) == text_of([USER])
 
@@ -131,7 +130,6 @@ def test_a_warm_runner_answers_as_a_cold_one_does() -> None:
 
 
 def test_requests_beside_each_other_answer_as_alone() -> None:
-    """Each with its own tools and variables."""
     config = tiny_config("llama", vocab_size=VOCAB)
     model = tiny_model(config)
     facts = ModelFacts("llama", 4096, True, {"full": 2}, VOCAB)
@@ -166,7 +164,6 @@ def test_requests_beside_each_other_answer_as_alone() -> None:
     ],
 )
 def test_wrong_options_are_refused_in_one_line(options: dict[str, Any], problem: str) -> None:
-    """Before anything is tokenized."""
     with pytest.raises(OptionError) as error:
         oracle().generate([USER], **options)
     assert problem in str(error.value)
@@ -196,7 +193,6 @@ def test_wrong_options_are_refused_in_one_line(options: dict[str, Any], problem:
 def test_what_the_template_does_not_use_is_refused(
     prompt: Any, options: dict[str, Any], template: str, problem: str
 ) -> None:
-    """Rather than left out without a word."""
     with pytest.raises((OptionError, PromptError)) as error:
         tokenize_prompt(
             TemplateTokenizer(template), prompt, GenerateOptions.of(**options).variables
@@ -228,7 +224,6 @@ def test_what_the_template_does_not_use_is_refused(
     ],
 )
 def test_a_message_that_is_none_is_refused(message: dict[str, Any], problem: str) -> None:
-    """With its number and what is allowed."""
     with pytest.raises(PromptError) as error:
         text_of([USER, message])
     assert str(error.value).startswith("message 1")
@@ -270,7 +265,6 @@ def test_a_full_context_keeps_the_system_prompt_wherever_it_is_written(family: s
 
 @pytest.mark.parametrize("family", ["qwen3.5", "gemma2", "gemma3", "mistral-v1", "mistral-v3"])
 def test_a_chat_keeps_the_system_prompt_in_a_full_context(family: str) -> None:
-    """Turn after turn."""
     model = OracleModel(("full",))
     facts = ModelFacts("oracle", 4096, True, {"full": 1}, VOCAB)
     tokenizer = TemplateTokenizer(PUBLISHED[family])

@@ -115,7 +115,6 @@ def test_a_prompt_goes_to_the_slot_that_has_most_of_it(
 
 
 def test_no_free_slot_is_an_error_with_the_number_of_slots() -> None:
-    """Never a wait without end."""
     with pytest.raises(NoFreeSlotError, match="all 2 slots are in use"):
         choose(slots_of(BUSY, BUSY), as_tokens([1]))
 

@@ -32,9 +32,7 @@ from mlxrunner import (
     SessionError,
 )
 from mlxrunner.cache.pool.attention_split import WORTH_SPLITTING
-from mlxrunner.cache.protocol import Batch
-from mlxrunner.errors import CacheFullError, NoFreeSlotError, StepFailedError
-from mlxrunner.results import Result
+from mlxrunner.errors import CacheFullError, NoFreeSlotError
 
 pytestmark = pytest.mark.usefixtures("proved_once")
 
@@ -139,7 +137,6 @@ def test_a_shared_prefix_is_evaluated_and_stored_once(
 def test_each_request_has_its_own_sampler_seed_stops_and_limits(
     llama: Parts,
 ) -> None:
-    """Whoever else is running."""
     prompts = some_prompts(3, 6)
     answer = alone(llama, prompts[3], 12)
     options: list[dict[str, Any]] = [
@@ -273,29 +270,6 @@ def test_buffers_that_cannot_be_evaluated_after_a_failed_step_are_dropped(
             assert result.tokens == alone(llama, prompt, 5)
 
 
-@pytest.mark.parametrize("culprit", range(4))
-def test_a_request_that_fails_every_step_ends_alone(llama: Parts, culprit: int) -> None:
-    """The others give their answers, from its step on in halves."""
-    prompts = [[number * 7 + i for i in range(12)] for number in range(4)]
-    with Engine(*llama, max_sequences=4, context=80, prefill_step=16) as runner:
-        handles = [runner.submit(prompt, max_tokens=5, stop_tokens=[]) for prompt in prompts]
-        runner.step()
-        forward, slot = backend(runner).forward, request_of(handles[culprit]).slot.number
-
-        def fail(tokens: mx.array, batch: Batch, rows: Any) -> mx.array:
-            if slot in batch.sequences:
-                raise RuntimeError("its rows are poison")
-            return forward(tokens, batch, rows)
-
-        backend(runner).forward = fail  # type: ignore[method-assign,assignment]
-        for number, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
-            if number == culprit:
-                with pytest.raises(StepFailedError, match="its rows are poison"):
-                    handle.result()
-            else:
-                assert handle.result().tokens == alone(llama, prompt, 5)
-
-
 def test_tokens_that_cannot_be_read_are_computed_again(
     llama: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,48 +320,31 @@ def test_buffers_are_allocated_once() -> None:
         assert mx.get_active_memory() - before < stored // 20
 
 
-def test_several_answers_to_one_prompt() -> None:
-    """Each answer is `generate`'s with the counted seed, one by one where no row is shared."""
-    prompt: Any = [{"role": "user", "content": "Tell me a joke."}]
-    results = list(
-        sample(
-            "demo",
-            prompt,
-            5,
-            parallel=3,
-            loading={"context": None},
-            temperature=1.0,
-            seed=10,
-            max_tokens=20,
-        )
-    )
-    runner = Runner.load("demo", reserve=False)
-    for i, result in enumerate(results):
-        single = list(runner.generate(prompt, temperature=1.0, seed=10 + i, max_tokens=20))
-        assert result.tokens == [chunk.token for chunk in single]
-        assert result.text == "".join(chunk.text for chunk in single)
-    assert len({result.text for result in results}) > 1
-
-
 @pytest.mark.parametrize(
-    ("prompt", "options"),
+    ("prompt", "options", "context"),
     [
-        ([9] * 70, {"keep": 3, "max_tokens": 5}),  # longer than the context
-        ([9] * 20, {"keep": 3, "max_tokens": 90}),
-        ([9] * 20, {"keep": 40, "max_tokens": 5}),  # more than the answers need
-        ([9] * 50, {"overflow": "stop", "max_tokens": 40}),
+        ([{"role": "user", "content": "Tell me a joke."}], {"max_tokens": 20}, None),
+        ([9] * 70, {"keep": 3, "max_tokens": 5, "stop_tokens": ()}, 64),  # longer than the context
+        ([9] * 20, {"keep": 3, "max_tokens": 90, "stop_tokens": ()}, 64),
+        ([9] * 20, {"keep": 40, "max_tokens": 5, "stop_tokens": ()}, 64),  # more than they need
+        ([9] * 50, {"overflow": "stop", "max_tokens": 40, "stop_tokens": ()}, 64),
+        ([9] * 50, {"max_tokens": 200, "stop_tokens": ()}, 64),
     ],
 )
-def test_several_answers_shift_as_one_does(prompt: list[int], options: dict[str, Any]) -> None:
-    """The context is the one that was asked for, however little of it the answers need."""
-    asked: dict[str, Any] = {"overflow": "shift", "stop_tokens": (), "temperature": 1.0} | options
-    results = sample("demo", prompt, 2, parallel=2, loading={"context": 64}, seed=4, **asked)
-    runner = Runner.load("demo", context=64, reserve=False)
+def test_several_answers_are_those_of_the_single_runner(
+    prompt: Any, options: dict[str, Any], context: int | None
+) -> None:
+    """Each with its counted seed, in the context that was asked for, however little they need."""
+    asked: dict[str, Any] = {"overflow": "shift", "temperature": 1.0} | options
+    given: dict[str, Any] = {"parallel": 2, "loading": {"context": context}, "seed": 4}
+    results = list(sample("demo", prompt, 3, **given, **asked))
+    runner = Runner.load("demo", context=context, reserve=False)
     for i, result in enumerate(results):
-        single = Result.of(list(runner.generate(prompt, seed=4 + i, **asked)))
-        assert (result.tokens, result.finish_reason) == (single.tokens, single.finish_reason)
-        shifted = [one.usage.cache.shifted_tokens for one in (result, single)]
-        assert shifted[0] == shifted[1]
+        single = runner.complete(prompt, seed=4 + i, **asked)
+        assert (result.tokens, result.text) == (single.tokens, single.text)
+        assert result.finish_reason == single.finish_reason
+        assert result.usage.cache.shifted_tokens == single.usage.cache.shifted_tokens
+    assert len({result.text for result in results}) > 1
 
 
 def test_several_answers_of_no_given_length_end_after_some_tokens(

@@ -141,14 +141,6 @@ def test_later_and_never_are_told_apart(llama: Parts) -> None:
         assert len(runner.run([some(2, 80)], max_tokens=50, stop_tokens=[])[0].tokens) == 20
 
 
-def test_an_answer_without_a_limit_ends_where_all_cells_are_its_own(llama: Parts) -> None:
-    with Engine(
-        *llama, max_sequences=2, context=300, prefill_step=64, kv_cache_tokens=100
-    ) as runner:
-        result = runner.complete(some(1, 40), stop_tokens=[])
-        assert (len(result.tokens), result.finish_reason) == (60, "length")
-
-
 def test_a_shared_prefix_that_is_awaited_counts_once(llama: Parts) -> None:
     """Four cold requests over a trunk begin at once where the trunk fits only once."""
     trunk = some(0, 200)

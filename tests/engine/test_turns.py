@@ -24,7 +24,6 @@ def test_a_step_is_shared_without_waste_and_nobody_starves(
 
 
 def test_turns_go_round() -> None:
-    """With one token to give, each is first once."""
     assert [deal_evenly(1, [5, 5, 5], turn).index(1) for turn in range(3)] == [0, 1, 2]
 
 

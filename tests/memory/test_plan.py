@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from support.composites import BAICHUAN, FALCON
 from support.models import save_model, tiny_config, write_model
 
-from mlxrunner import OptionError, Runner
+from mlxrunner import Runner
 from mlxrunner.cache.entry import SPACING
 from mlxrunner.cache.protocol import Layout
 from mlxrunner.loading import plan_model
@@ -315,7 +315,6 @@ def caches(plan: Plan) -> int:
 
 
 def fill(runner: Runner, answer: int = 10) -> None:
-    """The whole context."""
     prompt = [7 * place % 250 for place in range(runner.context - answer)]
     for _ in runner.generate(prompt, max_tokens=answer + 1, stop_tokens=[]):
         pass
@@ -410,11 +409,3 @@ def test_weights_are_planned_as_they_will_be_loaded(folder: Path, stored: str) -
     assert plan.lines[0].total == parameter_bytes(runner)
     assert describe(str(folder)).loaded_bytes == parameter_bytes(runner)
     assert caches(plan) == runner.entry.nbytes
-
-
-def test_heads_that_can_not_be_quantized_are_refused_by_the_plan(folder: Path) -> None:
-    write_model(folder)
-    refused = "kv_bits: this model can't use a quantized cache: heads of 16"
-    with pytest.raises(OptionError, match=refused) as error:
-        plan_model(str(folder), kv_bits=8)
-    assert "\n" not in str(error.value)

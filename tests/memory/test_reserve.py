@@ -73,10 +73,6 @@ def plan_of(runner: Runner) -> Plan:
     return runner.plan
 
 
-def batch(plan: Plan) -> int:
-    return plan.lines[-1].total
-
-
 def batch_of(plan: Plan) -> int:
     return next(line.total for line in plan.lines if line.what.startswith("batch"))
 
@@ -126,7 +122,7 @@ def test_a_full_context_needs_what_was_planned_and_no_more(
     runner = Runner.load(str(folder), **{"prefill_step": 256, **options})
     at_start, plan, context = active() - before, plan_of(runner), runner.context
     spare = int(TOLERANCE * plan.total)
-    planned_to_stay = plan.total - batch(plan)
+    planned_to_stay = plan.total - batch_of(plan)
     assert at_start <= planned_to_stay + spare
     prompt = [place * 7 % 250 for place in range(context - 8)]
     # What follows is evaluated in one piece with its logits, where there are checkpoints.
@@ -226,33 +222,28 @@ def test_what_does_not_fit_fails_before_its_caches_are_taken(
 def test_the_default_context_is_what_fits_and_that_is_said(
     folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nothing is said of the model's own where that fits."""
     write_model(folder, max_position_embeddings=4096)
     offered = plan_model(str(folder), 1000, prefill_step=64).total
+    assert Runner.load(str(folder), prefill_step=64).context == 4096
+    assert not [record for record in caplog.records if record.name == "mlxrunner"]
     offer(offered)
-    runner = Runner.load(str(folder), prefill_step=64)
-    assert runner.context == 1000
+    assert Runner.load(str(folder), prefill_step=64).context == 1000
     said = f"context: 1000 tokens, the most that fits into {size(offered)}; the model's own is 4096"
     told = [record for record in caplog.records if record.name == "mlxrunner"]
     assert [(one.levelno, one.getMessage()) for one in told] == [(logging.WARNING, said)]
 
 
-def test_the_default_context_is_the_models_own_where_that_fits(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing is said then."""
-    write_model(folder, max_position_embeddings=300)
-    assert Runner.load(str(folder)).context == 300
-    assert not [record for record in caplog.records if record.name == "mlxrunner"]
-
-
-def test_a_model_that_leaves_no_room_for_a_context_is_refused(
-    folder: Path, offer: Callable[[int], None]
+def test_a_model_that_leaves_no_room_for_a_context_is_refused_before_it_is_loaded(
+    folder: Path, offer: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(folder)
     offer(1000)
-    for context in (None, 16):
+    monkeypatch.setattr(mx, "load", None)
+    ways: list[dict[str, Any]] = [{}, {"context": 16}, {"reserve": "request"}]
+    for options in ways:
         with pytest.raises(MemoryPlanError, match=HOPELESS):
-            Runner.load(str(folder), context)
+            Runner.load(str(folder), **options)
 
 
 def test_a_batch_that_was_underestimated_fails_at_start_too(
@@ -298,13 +289,13 @@ def test_without_reserving_it_loads_anyway_and_grows_as_it_goes(
     offer(1000)
     before = active()
     runner = Runner.load(str(folder), 4096, reserve=False)
-    plan = plan_of(runner)
+    plan, held = plan_of(runner), list[int]()
     assert (plan.fits, plan.batch_is_measured, runner.context) == (False, False, 4096)
     assert active() - before == pytest.approx(plan.lines[0].total, rel=0.01)
-    answer(runner, [1] * 30, 3)
-    short = runner.entry.nbytes
-    answer(runner, [1] * 1500, 3)
-    assert short < caches(plan) / 10 < runner.entry.nbytes < caches(plan) / 2
+    for length in (30, 1500):
+        answer(runner, [1] * length, 3)
+        held.append(runner.entry.nbytes)
+    assert held[0] < caches(plan) / 10 < held[1] < caches(plan) / 2
 
 
 def test_the_command_line_says_on_stderr_how_much_context_is_left() -> None:
@@ -347,7 +338,7 @@ def test_the_prefill_step_shrinks_so_that_the_context_fits(
     """The log says so, what is measured fits, and the answer stays the same."""
     write_model(folder, **WIDE, max_position_embeddings=1024)
     usual = Runner.load(str(folder), 1024, prefill_step=1024)
-    offer(plan_of(usual).total - batch(plan_of(usual)) // 3)
+    offer(plan_of(usual).total - batch_of(plan_of(usual)) // 3)
     with caplog.at_level(logging.WARNING, "mlxrunner"):
         runner = Runner.load(str(folder), context, prefill_step=1024)
     plan = plan_of(runner)
@@ -360,18 +351,18 @@ def test_the_prefill_step_shrinks_so_that_the_context_fits(
     assert found[0] == found[1]
 
 
+SEVERAL: dict[str, Any] = {"max_sequences": 2, "kv_cache_tokens": 1024}
+
+
 def test_the_step_of_several_requests_shrinks_too(
     folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not below one token for each of them."""
     write_model(folder, **WIDE, max_position_embeddings=1024)
-    several: dict[str, Any] = {"max_sequences": 2, "kv_cache_tokens": 1024}
-    with Engine.load(str(folder), **several) as usual:
-        assert usual.plan is not None
-        estimated = EngineConfig.of(load_model(str(folder)), OpenSettings.of(**several))
-        plan = estimated.plan(1024, 1024)
-        offer(plan.total - batch_of(plan) // 3)
-    with caplog.at_level(logging.WARNING, "mlxrunner"), Engine.load(str(folder), **several) as few:
+    estimated = EngineConfig.of(load_model(str(folder)), OpenSettings.of(**SEVERAL))
+    plan = estimated.plan(1024, 1024)
+    offer(plan.total - batch_of(plan) // 3)
+    with caplog.at_level(logging.WARNING, "mlxrunner"), Engine.load(str(folder), **SEVERAL) as few:
         assert 256 <= few.prefill_step < 1024
     assert "prefill step: " in caplog.text
 
@@ -384,14 +375,13 @@ def test_the_step_of_several_requests_shrinks_if_it_takes_more_than_was_estimate
 ) -> None:
     """The smaller one is measured, too; the answer stays the same."""
     write_model(folder, **WIDE, max_position_embeddings=1024)
-    several: dict[str, Any] = {"max_sequences": 2, "kv_cache_tokens": 1024}
     prompt = [7 * i % 250 for i in range(900)]
-    with Engine.load(str(folder), **several) as usual:
+    with Engine.load(str(folder), **SEVERAL) as usual:
         assert usual.plan is not None
         offer(usual.plan.total - batch_of(usual.plan) // 3)
         expected = usual.complete(prompt, max_tokens=20, stop_tokens=[]).tokens
     monkeypatch.setattr(EngineConfig, "settings", lambda self: self.asked)
-    with caplog.at_level(logging.WARNING, "mlxrunner"), Engine.load(str(folder), **several) as few:
+    with caplog.at_level(logging.WARNING, "mlxrunner"), Engine.load(str(folder), **SEVERAL) as few:
         assert few.plan is not None
         assert (few.plan.fits, few.plan.batch_is_measured) == (True, True)
         assert 256 <= few.prefill_step == few.plan.prefill_step < 1024
@@ -399,7 +389,7 @@ def test_the_step_of_several_requests_shrinks_if_it_takes_more_than_was_estimate
     assert f"prefill step: {few.prefill_step} tokens" in caplog.text
     offer(few.plan.total - batch_of(few.plan))
     with pytest.raises(MemoryPlanError, match="batch of 256 tokens \\(measured\\)"):
-        Engine.load(str(folder), **several)
+        Engine.load(str(folder), **SEVERAL)
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding"])
@@ -479,16 +469,6 @@ def test_a_request_shrinks_its_own_step(
     assert runner.prefill_step == 1024
 
 
-def test_a_model_that_can_never_fit_is_refused_before_it_is_loaded(
-    folder: Path, offer: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_model(folder)
-    offer(1000)
-    monkeypatch.setattr(mx, "load", None)
-    with pytest.raises(MemoryPlanError, match="not even a short context fits"):
-        Runner.load(str(folder), reserve="request")
-
-
 WAYS = {"": "request", "--max-tokens 5": "request", "--reserve": True, "--no-reserve": False}
 
 
@@ -522,14 +502,13 @@ def test_the_limits_of_mlx_come_from_the_plan(
     Runner.load(str(folder), reserve=False)
     assert told == []
     plan = plan_of(Runner.load(str(folder)))
-    assert told == [(plan.total, batch(plan))]
+    assert told == [(plan.total, batch_of(plan))]
 
 
 @pytest.mark.parametrize(("total", "batch"), [(10**9, 10**8), (10**11, 5)])
 def test_each_limit_is_what_it_says(
     total: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wire nothing."""
     told: dict[str, int] = {}
     for name in ("memory", "cache", "wired"):
         monkeypatch.setattr(

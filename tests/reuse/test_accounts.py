@@ -69,7 +69,6 @@ def test_slots_tell_it_too_with_evictions_and_restarts(
 
 
 def test_conversations_on_disk_count_as_evaluated_if_the_index_is_lost(tmp_path: Path) -> None:
-    """Its file was removed."""
     parts, prompt = tiny_parts("llama"), [*range(1, 120)]
     for is_known in (False, True):
         disk = DiskCache(tmp_path, {"model": "llama"}, limit=10**8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from mlx_lm.models.cache import ChunkedKVCache
 from support.prompts import PROMPT
 from support.reused import NO_HELP, cold, fail, is_consistent, tokens, usage_of
 
@@ -12,34 +13,16 @@ from mlxrunner.results import Usage
 from mlxrunner.testing import EOS, WINDOW, oracle_runner
 
 
-def test_a_full_hit_evaluates_exactly_one_token() -> None:
-    """There are no logits without evaluating something."""
-    runner = oracle_runner()
-    usage_of(runner, PROMPT)
-    usage = usage_of(runner, PROMPT)
-    assert (usage.outcome, usage.cached_tokens, usage.evaluated_tokens) == (
-        "hit",
-        len(PROMPT) - 1,
-        1,
-    )
-    assert usage.cache.matched_tokens == len(PROMPT)
-    assert usage.reason == "prompt_shorter"  # than the entry, which holds the answer too
-    assert usage.cache.trimmed_tokens == 3
-
-
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        pytest.param(
-            [1, 2, 3], ("miss", "no_common_token", 0, 0, len(PROMPT) + 2), id="nothing-in-common"
-        ),
-        pytest.param(
-            [*PROMPT[:10], 1, 2], ("partial", "diverged", 10, 10, len(PROMPT) - 8), id="diverged"
-        ),
-        pytest.param(
-            PROMPT[:10], ("partial", "prompt_shorter", 10, 9, len(PROMPT) - 7), id="shorter"
-        ),
+        ([1, 2, 3], ("miss", "no_common_token", 0, 0, len(PROMPT) + 2)),
+        ([*PROMPT[:10], 1, 2], ("partial", "diverged", 10, 10, len(PROMPT) - 8)),
+        (PROMPT[:10], ("hit", "prompt_shorter", 10, 9, len(PROMPT) - 7)),
+        # There are no logits without evaluating something. The entry holds the answer, too.
+        (PROMPT, ("hit", "prompt_shorter", len(PROMPT), len(PROMPT) - 1, 3)),
     ],
+    ids=["nothing in common", "diverged", "shorter", "full hit"],
 )
 def test_the_usage_says_what_was_reused_and_why_not_more(
     second: list[int], expected: tuple[Any, ...]
@@ -48,20 +31,13 @@ def test_the_usage_says_what_was_reused_and_why_not_more(
     runner = oracle_runner()
     usage_of(runner, PROMPT)
     usage = usage_of(runner, second)
-    if expected[1] == "prompt_shorter":  # all that could be was reused
-        expected = ("hit", *expected[1:])
-    assert (
-        usage.outcome,
-        usage.reason,
-        usage.cache.matched_tokens,
-        usage.cached_tokens,
-        usage.cache.trimmed_tokens,
-    ) == expected
+    cache = usage.cache
+    found = usage.outcome, usage.reason, cache.matched_tokens, usage.cached_tokens
+    assert (*found, cache.trimmed_tokens) == expected
     assert usage.evaluated_tokens == len(second) - usage.cached_tokens
 
 
 def test_the_first_request_is_a_miss_because_the_entry_was_empty() -> None:
-    """A reset is named."""
     runner = oracle_runner()
     assert usage_of(runner, PROMPT).reason == "empty"
     runner.reset()
@@ -107,22 +83,14 @@ def test_a_layer_that_trims_another_number_than_asked_frees_the_entry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Correct first: the answer is that of a cold run, and the event says why."""
-    from mlx_lm.models.cache import ChunkedKVCache
-
-    kinds = ["full", "chunked"]
+    kinds, second = ["full", "chunked"], [*PROMPT[:5], 1]
     runner = oracle_runner(kinds, **NO_HELP)
     usage_of(runner, PROMPT[:8])
     monkeypatch.setattr(ChunkedKVCache, "trim", lambda self, n: n - 1)
-    second = [*PROMPT[:5], 1]
-    chunks = list(runner.generate(second, max_tokens=6))
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert (usage.outcome, usage.reason, usage.cache.evicted_by) == (
-        "miss",
-        "entry_freed",
-        "layers that disagreed after a rewind",
-    )
-    assert [chunk.token for chunk in chunks] == cold(kinds, second)
+    found = runner.complete(second, max_tokens=6)
+    said, cause = (found.usage.outcome, found.usage.reason), found.usage.cache.evicted_by
+    assert (said, cause) == (("miss", "entry_freed"), "layers that disagreed after a rewind")
+    assert found.tokens == cold(kinds, second)
     assert is_consistent(runner)
 
 

@@ -56,7 +56,6 @@ def test_the_entry_holds_exactly_what_was_evaluated(mix: Mix) -> None:
 
 @mixes
 def test_a_conversation_evaluates_only_what_is_new(mix: Mix) -> None:
-    """For every kind: appending needs no rewind."""
     runner, history = mix.runner(), list(PROMPT)
     for turn in range(6):
         before = len(runner.entry.tokens)
@@ -150,7 +149,6 @@ def test_penalties_see_the_whole_prompt_warm_or_cold() -> None:
 
 
 def test_a_seed_decides_the_answer_warm_or_cold() -> None:
-    """Another seed decides otherwise."""
     options = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
     first = cold(["full", "full"], PROMPT, 20, seed=1, **options)
     runner = oracle_runner()

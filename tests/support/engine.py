@@ -11,54 +11,25 @@ from typing import Any
 import pytest
 
 from mlxrunner import ParallelRunner
-from mlxrunner.engine.backends.attention import SplitAttention
-from mlxrunner.engine.backends.backend import WINDOWS_KEEP, SequentialModel
-from mlxrunner.engine.backends.batched import BatchedModel, PerTokenRope
-from mlxrunner.engine.backends.proof import engine_for
-from mlxrunner.engine.engine import AHEAD, Engine, EngineHandle
-from mlxrunner.engine.opening import SAMPLED, DraftPlan, largest_step
-from mlxrunner.engine.parallel_runner import sample
-from mlxrunner.engine.request import SEED_TOKENS
-from mlxrunner.engine.scheduling.batching import BatchBuilder, DispatchedStep
-from mlxrunner.engine.scheduling.batching import sample as sample_drafts
-from mlxrunner.engine.scheduling.pacing import StepCosts
-from mlxrunner.options import OpenSettings
-
-__all__ = [
-    "AHEAD",
-    "SAMPLED",
-    "SEED_TOKENS",
-    "WINDOWS_KEEP",
-    "BatchBuilder",
-    "BatchedModel",
-    "DispatchedStep",
-    "DraftPlan",
-    "Engine",
-    "EngineHandle",
-    "OpenSettings",
-    "PerTokenRope",
-    "SequentialModel",
-    "SplitAttention",
-    "StepCosts",
-    "after_each_chunk",
-    "backend",
-    "claim_least",
-    "clock_passes_by",
-    "engine_for",
-    "engine_of",
-    "largest_step",
-    "last_pass_of",
-    "move_no_keys",
-    "offer_bytes",
-    "park_in_pieces_of",
-    "request_of",
-    "sample",
-    "sample_at_most",
-    "sample_drafts",
-    "sample_drafts_by",
-    "scheduler",
-    "tell_time_by",
-]
+from mlxrunner.engine.backends.attention import SplitAttention as SplitAttention
+from mlxrunner.engine.backends.backend import WINDOWS_KEEP as WINDOWS_KEEP
+from mlxrunner.engine.backends.backend import SequentialModel as SequentialModel
+from mlxrunner.engine.backends.batched import BatchedModel as BatchedModel
+from mlxrunner.engine.backends.batched import PerTokenRope as PerTokenRope
+from mlxrunner.engine.backends.proof import engine_for as engine_for
+from mlxrunner.engine.engine import AHEAD as AHEAD
+from mlxrunner.engine.engine import Engine as Engine
+from mlxrunner.engine.engine import EngineHandle as EngineHandle
+from mlxrunner.engine.opening import SAMPLED as SAMPLED
+from mlxrunner.engine.opening import DraftPlan as DraftPlan
+from mlxrunner.engine.opening import largest_step as largest_step
+from mlxrunner.engine.parallel_runner import sample as sample
+from mlxrunner.engine.request import SEED_TOKENS as SEED_TOKENS
+from mlxrunner.engine.scheduling.batching import BatchBuilder as BatchBuilder
+from mlxrunner.engine.scheduling.batching import DispatchedStep as DispatchedStep
+from mlxrunner.engine.scheduling.batching import sample as sample_drafts  # noqa: F401
+from mlxrunner.engine.scheduling.pacing import StepCosts as StepCosts
+from mlxrunner.options import OpenSettings as OpenSettings
 
 
 def engine_of(runner: ParallelRunner) -> Engine:

@@ -16,41 +16,37 @@ from mlxrunner.testing import VOCAB, ByteTokenizer
 from mlxrunner.tokenizer.base import Vocabulary
 
 NAME = {"type": "string", "maxLength": 6}
+WHOLE = {"type": "integer"}
+
+
+def closed(required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object that has no other properties."""
+    found = {"type": "object", "properties": properties, "required": [*required]}
+    return found | {"additionalProperties": False}
+
+
+def array(least: int, most: int, items: Any) -> dict[str, Any]:
+    return {"type": "array", "minItems": least, "maxItems": most, "items": items}
+
+
+POINT = {"type": "array", "prefixItems": [{"enum": [0, 1]}, NAME], "items": False, "minItems": 2}
+TREE = closed(["of"], of={"anyOf": [{"const": 0}, {"$ref": "#/$defs/tree"}]})
+ENDS = {key: {"$ref": "#/$defs/point"} for key in ("from", "to")}
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "object": {
-        "type": "object",
-        "properties": {
-            "name": NAME,
-            "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "is": {"type": "boolean"},
-        },
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    },
-    "nested arrays": {
-        "type": "array",
-        "minItems": 2,
-        "maxItems": 3,
-        "items": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 2,
-            "items": {"type": "integer", "minimum": -99, "maximum": 99},
-        },
-    },
+    "object": closed(
+        ["name", "age"],
+        name=NAME,
+        age=WHOLE | {"minimum": 0, "maximum": 150},
+        **{"is": {"type": "boolean"}},
+    ),
+    "nested arrays": array(2, 3, array(1, 2, WHOLE | {"minimum": -99, "maximum": 99})),
     "enum": {"enum": ["red", "green", 7, None, True, ["a", {"b": 1.5}], "größer"]},
     "const": {"const": {"a": [1, '日本 " \\ \n 😀']}},
     "number": {"type": "number", "minimum": 0.5, "exclusiveMaximum": 2, "multipleOf": 0.25},
     "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}(x|yy)$"},
     "length": {"type": "string", "minLength": 3, "maxLength": 5},
     "format": {"type": "string", "format": "date"},
-    "anyOf": {
-        "anyOf": [
-            {"type": "boolean"},
-            {"type": "null"},
-            {"type": "array", "items": NAME, "minItems": 2, "maxItems": 2},
-        ]
-    },
+    "anyOf": {"anyOf": [{"type": "boolean"}, {"type": "null"}, array(2, 2, NAME)]},
     "allOf": {
         "allOf": [
             {"type": "object", "properties": {"a": NAME}, "required": ["a"]},
@@ -59,37 +55,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "properties": {"a": True, "b": True},
         "additionalProperties": False,
     },
-    "$ref": {
-        "$defs": {
-            "point": {
-                "type": "array",
-                "prefixItems": [{"enum": [0, 1]}, NAME],
-                "items": False,
-                "minItems": 2,
-            }
-        },
-        "type": "object",
-        "properties": {"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}},
-        "required": ["from", "to"],
-        "additionalProperties": False,
-    },
-    "recursive": {
-        "$defs": {
-            "tree": {
-                "type": "object",
-                "properties": {"of": {"anyOf": [{"const": 0}, {"$ref": "#/$defs/tree"}]}},
-                "required": ["of"],
-                "additionalProperties": False,
-            }
-        },
-        "$ref": "#/$defs/tree",
-    },
-    "additional properties": {
-        "type": "object",
-        "properties": {"a": {"const": 1}},
-        "required": ["a"],
-        "additionalProperties": {"const": 2},
-    },
+    "$ref": {"$defs": {"point": POINT}} | closed([*ENDS], **ENDS),
+    "recursive": {"$defs": {"tree": TREE}, "$ref": "#/$defs/tree"},
+    "additional properties": closed(["a"], a={"const": 1}) | {"additionalProperties": {"const": 2}},
     "anything": {},
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import StoredConversation
-from mlxrunner.cache.entry import CacheEntry, common_prefix
+from mlxrunner.cache.entry import CacheEntry, TokenArray, common_prefix
 from mlxrunner.results import Usage
 
 PARTS = {"weights": "", "settings": ""}
@@ -55,6 +55,29 @@ def answer(runner: Runner, prompt: list[int], tokens: int = 6) -> tuple[Answer, 
     return [(chunk.token, chunk.logprob) for chunk in chunks], usage
 
 
+def array(tokens: Sequence[int]) -> TokenArray:
+    return np.array(tokens, np.int32)
+
+
+def on_disk(parking: DiskCache) -> int:
+    """Return the bytes of all files in the folder."""
+    return sum(path.stat().st_size for path in parking.folder.iterdir())
+
+
+def served(
+    make: Callable[[], Runner], parking: DiskCache, prompt: list[int], tokens: int = 4
+) -> int:
+    """Answer a prompt as a cold runner does, with what the disk has; return how much is reused."""
+    warm, found = make(), parking.find(array(prompt))
+    if found is not None:
+        warm.cache.adopt(parking.restore(*found), "the disk")
+    said, usage = answer(warm, prompt, tokens)
+    assert said == answer(make(), prompt, tokens)[0]
+    assert warm.entry.is_true
+    assert usage.cached_tokens in (0, 0 if found is None else found[1])
+    return usage.cached_tokens
+
+
 def offloaded(
     parking: DiskCache, entry: CacheEntry, replaces: StoredConversation | None = None
 ) -> StoredConversation | None:
@@ -93,5 +116,4 @@ class Desk:
 
 
 def some(rng: random.Random, count: int) -> list[int]:
-    """Return random tokens."""
     return [rng.randrange(1, 250) for _ in range(count)]

@@ -9,17 +9,11 @@ import random
 import re
 import resource
 import shutil
-import signal
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
 
-import numpy as np
 import pytest
 from support.damage import CONTENTS, KINDS, OWNERS, flip
 from support.sample import fewer
@@ -31,7 +25,7 @@ from mlxrunner.errors import SessionError
 from mlxrunner.system import tensorfile
 from mlxrunner.testing import oracle_runner
 
-from .conftest import PARTS, PLENTY, Answer, Make, answer, offloaded
+from .conftest import Make, answer, offloaded, served
 
 LAYERS = ["full", "sliding", "recurrent", "composite"]
 HEADER = list(range(1, 40))
@@ -54,28 +48,7 @@ def park_all(parking: DiskCache, talks: list[list[int]] = TALKS) -> None:
 
 def check_all(parking: DiskCache) -> int:
     """Go on with each conversation; return the number of tokens that were reused."""
-    reused = 0
-    for talk in TALKS:
-        runner, prompt = small_runner(), [*talk, 5]
-        found = parking.find(np.array(prompt, np.int32))
-        if found is not None:
-            runner.cache.adopt(parking.restore(*found), "the disk")
-        said, usage = answer(runner, prompt)
-        assert said == cold(tuple(prompt))
-        assert usage.cached_tokens in ((0, found[1]) if found is not None else (0,))
-        reused += usage.cached_tokens
-    return reused
-
-
-@cache
-def cold(prompt: tuple[int, ...]) -> Answer:
-    """Return the answer of a new runner, computed once."""
-    return answer(small_runner(), [*prompt])[0]
-
-
-def on_disk(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.iterdir())
+    return sum(served(small_runner, parking, [*talk, 5], 6) for talk in TALKS)
 
 
 DAMAGES = CONTENTS | KINDS
@@ -173,78 +146,6 @@ def test_what_belongs_to_others_is_left_alone(make_parking: Make) -> None:
     assert not unused.exists()
     assert not unfinished.exists()
     assert check_all(parking)
-
-
-def test_a_kill_at_any_write_leaves_what_was_parked_before(
-    make_parking: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The folder is copied in the middle of each write and behind it; each copy is right."""
-    parking, copies = make_parking(), []
-    park_all(parking, TALKS[:1])
-    before = check_all(parking)
-
-    def write_all(fd: int, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        for part in (view[: len(view) // 2], view[len(view) // 2 :]):
-            os.write(fd, part)
-            copies.append(tmp_path / f"copy{len(copies)}")
-            shutil.copytree(parking.folder, copies[-1] / parking.folder.name)
-
-    monkeypatch.setattr(tensorfile, "write_all", write_all)
-    park_all(parking, TALKS[1:])
-    monkeypatch.undo()
-    assert len(copies) > 50
-    for copy in random.Random(0).sample(copies, fewer(10, 5)):
-        other = DiskCache(copy, PARTS, limit=PLENTY)
-        assert check_all(other) >= before
-        assert not list(other.folder.glob(".*"))
-        assert on_disk(other.folder) == other.bytes
-        other.close()
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-sys.path[:0] = {paths!r}
-from mlxrunner.cache.disk import index
-from mlxrunner.system import tensorfile
-from mlxrunner.cache.disk.disk_cache import DiskCache
-from mlxrunner.cache.disk.pieces import completed
-from cache.disk.test_damage import park_all
-index.SEGMENT = 16
-left, write = int(sys.argv[2]), tensorfile.write_all
-def write_all(fd, data):
-    global left
-    view = memoryview(data).cast("B")
-    write(fd, view[:left])
-    left -= len(view)
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-tensorfile.write_all = write_all
-park_all(DiskCache(Path(sys.argv[1]), {parts!r}, limit=10**9))
-print("all")
-"""
-
-
-def test_kill_9_leaves_whole_conversations(make_parking: Make, tmp_path: Path) -> None:
-    """A process that is killed at some byte leaves what it had parked, and no lock."""
-    parking = make_parking()
-    park_all(parking)
-    total = parking.bytes
-    parking.close()
-    code = KILLED.format(paths=[str(Path(__file__).parents[2])], parts=PARTS)
-    rng, reused = random.Random(1), []
-    for _ in range(fewer(4, 1)):
-        shutil.rmtree(parking.folder)
-        point = rng.randrange(total) if reused else total * 9 // 10
-        options = [str(parking.folder.parent), str(point)]
-        ended = subprocess.run([sys.executable, "-c", code, *options], check=False)
-        assert ended.returncode == -signal.SIGKILL
-        parking = make_parking()
-        reused.append(check_all(parking))
-        assert on_disk(parking.folder) == parking.bytes
-        parking.close()
-    assert any(reused)
 
 
 @contextmanager

@@ -8,33 +8,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.histories import tiny_parts
 from support.models import ARCHITECTURES
-from support.prompts import PROMPT
 from support.reused import (
     CHECKPOINTS,
-    each_kind_and_all,
-    next_prompts,
-    with_and_without_checkpoints,
 )
 from support.sample import fewer
 
 from mlxrunner import Runner
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import StoredConversation
-from mlxrunner.testing import oracle_runner
 
-from .conftest import Desk, Make, answer, offloaded, some
-
-
-def array(tokens: list[int]) -> Any:
-    return np.array(tokens, np.int32)
+from .conftest import Desk, Make, answer, array, offloaded, on_disk, some
 
 
 def files(parking: DiskCache, kind: str = "") -> list[str]:
-    """Return the names of the files whose names begin with `kind`."""
     return sorted(name for name in os.listdir(parking.folder) if name.startswith(kind))
 
 
@@ -46,37 +35,7 @@ def parked(parking: DiskCache, runner: Runner, **options: Any) -> StoredConversa
 
 
 def tokens(runner: Runner, prompt: list[int], count: int = 6) -> list[int | None]:
-    """Return the tokens of an answer."""
     return [token for token, _ in answer(runner, prompt, count)[0]]
-
-
-@with_and_without_checkpoints
-@each_kind_and_all
-def test_every_kind_of_layer_comes_back(
-    make_parking: Make, kinds: list[str], options: dict[str, int]
-) -> None:
-    """Answers equal a cold run's, and as many tokens are reused as by an entry that stayed."""
-    runner = oracle_runner(kinds, **options)
-    answer(runner, PROMPT)
-    answer(runner, [*PROMPT[:-3], 40, 41], 20)
-    said = list(runner.entry.tokens)
-    offloaded(make_parking(), runner.entry)
-    for what, prompt in next_prompts(said).items():
-        restored = oracle_runner(kinds, **options)
-        parking = make_parking()
-        assert len(parking) == 1
-        found = parking.find(array(prompt))
-        if found is not None:
-            entry = parking.restore(*found)
-            restored.cache.adopt(entry, "the disk")
-        there, usage = answer(restored, prompt)
-        assert there == answer(oracle_runner(kinds, **options), prompt)[0], what
-        assert usage.cached_tokens == (found[1] if found is not None else 0), what
-        assert restored.entry.is_true
-        stayed = oracle_runner(kinds, **options)
-        whole = parking.restore(next(iter(parking._index)))
-        stayed.cache.adopt(whole, "the disk")
-        assert answer(stayed, prompt)[1].cached_tokens == usage.cached_tokens, what
 
 
 parts = cache(tiny_parts)
@@ -112,27 +71,7 @@ def test_random_histories_equal_cold_runs(make_parking: Make, name: str) -> None
         if kind in ("turn", "edit") and talk in talks:
             talks.remove(talk)
         talks.append([*prompt, *(token for token, _ in said if token is not None)])
-    assert desk.parking.bytes == sum(
-        (desk.parking.folder / name).stat().st_size for name in files(desk.parking)
-    )
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3", "mamba2"])
-def test_a_conversation_in_rotation_evaluates_only_what_is_new(
-    make_parking: Make, name: str
-) -> None:
-    """Each of six conversations that take turns finds all it said before."""
-    rng = random.Random(0)
-    desk = Desk(tiny_runner(name), make_parking())
-    talks = [some(rng, 20 + number) for number in range(6)]
-    for turn in range(3):
-        for number, talk in enumerate(talks):
-            said, usage = desk.ask(talk, 5)
-            before = len(talk) - 4 - 1 if turn else 0
-            assert usage.cached_tokens == before
-            new = [token for token, _ in said if token is not None]
-            talks[number] = [*talk, *new, *some(rng, 4)]
-    assert desk.restored == 12
+    assert desk.parking.bytes == on_disk(desk.parking)
 
 
 def test_a_turn_writes_its_own_rows_only(make_parking: Make) -> None:
@@ -214,12 +153,11 @@ def test_a_rewound_conversation_keeps_the_rows_before_the_edit(make_parking: Mak
     assert second.rows[4].begin == 57
     assert first in parking  # a branch: most of its end is in no other
     for prompt in (edited, talk):
-        other = tiny_runner("llama")
         found = parking.find(array([*prompt, 1]))
         assert found is not None
         assert found[1] == len(prompt)
-        entry = parking.restore(*found)
-        other.cache.adopt(entry)
+        other = tiny_runner("llama")
+        other.cache.adopt(parking.restore(*found))
         assert tokens(other, [*prompt, 1]) == tokens(tiny_runner("llama"), [*prompt, 1])
 
 
@@ -270,17 +208,14 @@ def test_only_the_rows_before_the_cut_are_read(make_parking: Make) -> None:
     assert one in parking
 
 
-def test_the_same_entry_is_parked_once(make_parking: Make) -> None:
+def test_the_same_entry_is_parked_once_and_an_empty_one_never(make_parking: Make) -> None:
     runner, parking = tiny_runner("llama"), make_parking()
+    assert offloaded(parking, runner.entry) is None
     runner.evaluate(list(range(1, 50)))
     first = parked(parking, runner)
     times = {name: (parking.folder / name).stat().st_mtime_ns for name in files(parking)}
     assert offloaded(parking, runner.entry, replaces=first) is first
     assert {name: (parking.folder / name).stat().st_mtime_ns for name in files(parking)} == times
-
-
-def test_an_empty_entry_is_not_parked(make_parking: Make) -> None:
-    assert offloaded(make_parking(), tiny_runner("llama").entry) is None
 
 
 def test_shifted_rows_are_nobody_elses(make_parking: Make) -> None:

@@ -19,23 +19,24 @@ from mlxrunner.cache.disk.index import StoredConversation
 from mlxrunner.errors import SessionError
 from mlxrunner.testing import oracle_runner
 
-from .conftest import PARTS, PLENTY, Desk, Make, answer, offloaded, some
+from .conftest import PARTS, PLENTY, Desk, Make, answer, offloaded, on_disk, some
 
 
-def on_disk(parking: DiskCache) -> int:
-    """Return the bytes of all files in the folder."""
-    return sum(path.stat().st_size for path in parking.folder.iterdir())
+def parked(parking: DiskCache, first: int, count: int) -> StoredConversation | None:
+    """Park a conversation of `count` tokens that shares nothing with one that begins otherwise."""
+    runner = oracle_runner()
+    runner.evaluate([first] * count)
+    return offloaded(parking, runner.entry)
 
 
 def sizes_of(make_parking: Make, counts: list[int]) -> list[int]:
     """Return the bytes of conversations of these lengths that share nothing."""
-    parking, runner, sizes = make_parking(), oracle_runner(), [0]
+    parking, sizes = make_parking(), [0]
     for number, count in enumerate(counts):
-        runner.evaluate([number + 1] * count)
-        offloaded(parking, runner.entry)
+        parked(parking, number + 1, count)
         sizes.append(parking.bytes)
-    for parked in list(parking._index):
-        parking.drop(parked)
+    for one in list(parking._index):
+        parking.drop(one)
     return [b - a for a, b in pairwise(sizes)]
 
 
@@ -67,10 +68,8 @@ def test_the_cheapest_to_evaluate_again_goes_first(make_parking: Make) -> None:
     given_up: list[StoredConversation] = []
     parking = make_parking(limit=sum(sizes))
     parking.tell(lambda one, by: given_up.append(one))
-    runner = oracle_runner()
     for number, count in enumerate([400, 30, 200, 20]):
-        runner.evaluate([number + 1] * count)
-        offloaded(parking, runner.entry)
+        parked(parking, number + 1, count)
     assert [len(one.tokens) for one in given_up] == [30]
 
 
@@ -80,10 +79,8 @@ def test_what_was_never_used_again_goes_at_some_time(make_parking: Make) -> None
     given_up: list[StoredConversation] = []
     parking = make_parking(limit=sizes[0] + 2 * sizes[1] + 100)
     parking.tell(lambda one, by: given_up.append(one))
-    runner = oracle_runner()
     for number in range(60):
-        runner.evaluate([number + 1] * (60 if number else 300))
-        offloaded(parking, runner.entry)
+        parked(parking, number + 1, 60 if number else 300)
     lengths = [len(one.tokens) for one in given_up]
     assert 300 in lengths
     assert lengths[:2] == [60, 60]
@@ -94,11 +91,8 @@ def test_a_conversation_beyond_the_limit_costs_no_other(
 ) -> None:
     """It is not parked, and one line says so."""
     parking = make_parking(limit=15_000)
-    runner = oracle_runner()
-    runner.evaluate([1] * 30)
-    small = offloaded(parking, runner.entry)
-    runner.evaluate([2] * 2000)
-    assert offloaded(parking, runner.entry) is None
+    small = parked(parking, 1, 30)
+    assert parked(parking, 2, 2000) is None
     assert small in parking
     assert "of at most 15,000 bytes" in caplog.text
 
@@ -107,31 +101,25 @@ def test_a_conversation_that_is_being_read_is_not_given_up(make_parking: Make) -
     """It stays until its reader is gone, though it is worth least."""
     sizes = sizes_of(make_parking, [30, 300])
     parking = make_parking(limit=sum(sizes) + 100)
-    runner = oracle_runner()
-    runner.evaluate([1] * 30)
-    small = offloaded(parking, runner.entry)
+    small = parked(parking, 1, 30)
     assert small is not None
-    runner.evaluate([2] * 300)
-    offloaded(parking, runner.entry)
+    parked(parking, 2, 300)
     reader = parking.restore(small)
-    runner.evaluate([3] * 200)
-    offloaded(parking, runner.entry)
+    parked(parking, 3, 200)
     assert small in parking
     other = oracle_runner()
     other.cache.adopt(reader)
     assert list(other.entry.tokens) == [1] * 30
     del reader
     gc.collect()
-    runner.evaluate([4] * 300)
-    offloaded(parking, runner.entry)
+    parked(parking, 4, 300)
     assert small not in parking
 
 
 def test_a_smaller_limit_holds_at_the_next_start(make_parking: Make) -> None:
-    parking, runner = make_parking(), oracle_runner()
+    parking = make_parking()
     for number in range(5):
-        runner.evaluate([number + 1] * 50)
-        offloaded(parking, runner.entry)
+        parked(parking, number + 1, 50)
     half = parking.bytes // 2
     parking = make_parking(limit=half)
     assert 0 < parking.bytes <= half
@@ -142,15 +130,14 @@ def test_a_second_process_parks_elsewhere(
     make_parking: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says so in a line; its folder goes with it, and the first one's stays as it is."""
-    first, runner = make_parking(), oracle_runner()
-    runner.evaluate([1] * 30)
-    offloaded(first, runner.entry)
+    first = make_parking()
+    parked(first, 1, 30)
     second = DiskCache(first.folder.parent, PARTS, limit=PLENTY)
     assert second.folder != first.folder
     assert (first.is_kept, second.is_kept) == (True, False)
     assert len(second) == 0
     assert "another process uses the disk cache" in caplog.text
-    offloaded(second, runner.entry)
+    parked(second, 1, 30)
     folder = second.folder
     assert os.listdir(folder)
     second.close()
@@ -182,9 +169,8 @@ def test_a_process_waits_for_one_that_is_ending(
 
 def test_a_private_folder_goes_with_its_owner() -> None:
     """It is removed when the parking is dropped; one of a killed process when another begins."""
-    first, runner = DiskCache(None, PARTS, limit=PLENTY), oracle_runner()
-    runner.evaluate([1] * 30)
-    parked = offloaded(first, runner.entry)
+    first = DiskCache(None, PARTS, limit=PLENTY)
+    one = parked(first, 1, 30)
     folder = first.folder
     assert folder.stat().st_mode & 0o777 == 0o700
     abandoned = folder.with_name("own-abandoned")
@@ -192,7 +178,7 @@ def test_a_private_folder_goes_with_its_owner() -> None:
     (abandoned / "rows-x").write_bytes(b"x")
     second = DiskCache(None, PARTS, limit=PLENTY)
     assert not abandoned.exists()
-    assert parked in first
+    assert one in first
     assert on_disk(first) == first.bytes > 0
     del first
     gc.collect()

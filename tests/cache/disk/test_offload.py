@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from threading import Event
 
-import numpy as np
 import pytest
 
 from mlxrunner.cache.disk.index import StoredConversation
@@ -14,7 +14,7 @@ from mlxrunner.cache.disk.pieces import PieceFile
 from mlxrunner.system.folders import Folder
 from mlxrunner.testing import oracle_runner
 
-from .conftest import Make, answer
+from .conftest import Make, array, on_disk, served
 
 KINDS = ["full", "sliding", "recurrent"]
 TALKS = [[*range(1, 40), *range(60 + 20 * number, 70 + 20 * number)] for number in range(3)]
@@ -56,20 +56,14 @@ def test_an_entry_may_change_as_soon_as_it_is_copied(
         assert parking.offload(runner.entry) is not None
         runner.cache.free("a test")
     assert (os.listdir(parking.folder), len(parking)) == ([], 0)
-    assert parking.lacks(np.array(TALKS[1], np.int32)) == 0
+    assert parking.lacks(array(TALKS[1])) == 0
     disk.may_write.set()
     if ends == "settle":
         parking.settle()
         assert len(parking) == 3
     parking = make_parking() if ends == "reopened" else parking
     for talk in TALKS:
-        prompt = [*talk, 5, 6]
-        found = parking.find(np.array(prompt, np.int32))
-        assert found is not None
-        assert found[1] == len(talk)
-        runner = oracle_runner(KINDS)
-        runner.cache.adopt(parking.restore(*found), "the disk")
-        assert answer(runner, prompt)[0] == answer(oracle_runner(KINDS), prompt)[0]
+        assert served(partial(oracle_runner, KINDS), parking, [*talk, 5, 6]) == len(talk)
 
 
 def test_a_prompt_that_it_does_not_serve_does_not_wait(make_parking: Make, disk: SlowDisk) -> None:
@@ -77,7 +71,7 @@ def test_a_prompt_that_it_does_not_serve_does_not_wait(make_parking: Make, disk:
     parking, runner = make_parking(), oracle_runner(KINDS)
     runner.evaluate(TALKS[0])
     parking.offload(runner.entry)
-    assert parking.find(np.array([200, 201, 202], np.int32)) is None
+    assert parking.find(array([200, 201, 202])) is None
     assert parking.offload(runner.entry) is not None  # it is being written: nothing to copy
     disk.may_write.set()
     parking.settle()
@@ -96,7 +90,7 @@ def test_a_write_that_fails_later_is_told(
     conversation = parking.offload(runner.entry)
     disk.error = OSError("no space")
     disk.may_write.set()
-    assert parking.find(np.array([*TALKS[0], 5], np.int32)) is None
+    assert parking.find(array([*TALKS[0], 5])) is None
     assert told == [(conversation, "a failed write")]
     assert [one.levelno for one in caplog.records] == [logging.WARNING]
     assert (os.listdir(parking.folder), parking.bytes, len(parking)) == ([], 0, 0)
@@ -118,7 +112,6 @@ def test_the_limits_count_what_is_being_written(
         runner.evaluate(talk)
         assert parking.offload(runner.entry) is not None
         assert sum(pending.writer.nbytes for pending in parking._pending) <= 2 * one
-        sizes = [(parking.folder / name).stat().st_size for name in os.listdir(parking.folder)]
-        assert sum(sizes) <= 2 * one
+        assert on_disk(parking) <= 2 * one
     parking.settle()
     assert 0 < parking.bytes <= 2 * one

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.histories import tiny_parts
 
@@ -17,7 +17,7 @@ from mlxrunner.cache.disk.pieces import PieceFile
 from mlxrunner.system.folders import Folder
 from mlxrunner.testing import oracle_runner
 
-from .conftest import PARTS, PLENTY, Make, answer, offloaded
+from .conftest import PARTS, PLENTY, Make, answer, array, offloaded, on_disk, served
 
 KINDS = {
     "rows": ["full", "full"],
@@ -68,21 +68,15 @@ def test_a_kill_between_two_writes_costs_the_last_piece(
         offloaded(disk, first.entry)
     done = disk.find(first.entry.tokens.array)
     assert done is not None
-    prompt, reused = [*FOLLOWING, 7, 8], list[int]()
-    said = answer(new(name), prompt, 4)[0]
+    reused = list[int]()
     for copy in copies:
         wanted = min(most(done[0], copy / disk.folder.name), done[0].resumable(len(FOLLOWING)))
         other, again = DiskCache(copy, PARTS, limit=PLENTY), list[int]()
-        found = other.find(np.array(prompt, np.int32))
-        assert found is not None
-        warm = new(name)
-        warm.cache.adopt(other.restore(*found), "the disk")
-        assert answer(warm, prompt, 4)[0] == said
-        reused.append(found[1])
-        assert found[1] >= wanted
+        reused.append(served(partial(new, name), other, [*FOLLOWING, 7, 8]))
+        assert reused[-1] >= wanted
         for _ in range(2):
             again.append(len(other))
-            assert other.bytes == sum(one.stat().st_size for one in other.folder.iterdir())
+            assert other.bytes == on_disk(other)
             other.close()
             other = DiskCache(copy, PARTS, limit=PLENTY)
         other.close()
@@ -101,7 +95,7 @@ def test_a_conversation_after_a_shift_is_found_again(make_parking: Make) -> None
     for head in disk.folder.glob("talk-*"):
         head.unlink()
     folder = disk.folder
-    found = make_parking().find(np.array([*tokens, 3], np.int32))
+    found = make_parking().find(array([*tokens, 3]))
     assert folder == make_parking().folder
     assert found is not None
     assert found[1] == len(tokens)

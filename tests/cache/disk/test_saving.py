@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mlxrunner.cache.disk.disk_cache import DiskCache
 from mlxrunner.cache.disk.index import StoredConversation
+from mlxrunner.cache.disk.pieces import completed
 from mlxrunner.system.reading import open_file
 from mlxrunner.system.tensorfile import TensorFile
 
-from .conftest import PARTS, PLENTY, Make, answer, offloaded
+from .conftest import PARTS, PLENTY, Make, answer, offloaded, on_disk, served
 from .test_recovery import FOLLOWING, KINDS, PROMPT, new
 
 
 def saved(disk: DiskCache, entry: Any, upto: int, **more: Any) -> StoredConversation:
     """Save the first tokens of an entry, and return the conversation."""
-    found: list[StoredConversation | None] = []
-
-    def save() -> Iterator[bool]:
-        found.append((yield from disk.saving(entry, upto, **more)))
-
-    for _ in save():
-        pass
-    assert found[0] is not None
-    return found[0]
-
-
-def steps(disk: DiskCache, entry: Any, upto: int) -> Iterator[None]:
-    """Save, and yield where a kill may come."""
-    for _ in disk.saving(entry, upto):
-        yield
+    found = completed(disk.saving(entry, upto, **more))
+    assert found is not None
+    return found
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -68,20 +56,14 @@ def test_a_kill_costs_what_came_after_the_last_save(
     answer(runner, PROMPT)
     before = saved(disk, runner.entry, len(runner.entry.tokens))
     answer(runner, [*before.tokens.tolist(), *range(100, 150)])
-    for number, _ in enumerate(steps(disk, runner.entry, len(runner.entry.tokens))):
+    for number, _ in enumerate(disk.saving(runner.entry, len(runner.entry.tokens))):
         copies.append(copied(disk.folder, tmp_path / f"copy-{number}"))
     copies.append(copied(disk.folder, tmp_path / "copy-last"))
-    prompt = [*runner.entry.tokens.array.tolist(), 7, 8]
-    said, reused = answer(new(name), prompt, 4)[0], list[int]()
+    prompt, reused = [*runner.entry.tokens.array.tolist(), 7, 8], list[int]()
     for copy in copies:
         other = DiskCache(copy, PARTS, limit=PLENTY)
-        found = other.find(np.array(prompt, np.int32))
-        assert found is not None
-        reused.append(found[1])
-        warm = new(name)
-        warm.cache.adopt(other.restore(*found), "the disk")
-        assert answer(warm, prompt, 4)[0] == said
-        assert other.bytes == sum(one.stat().st_size for one in other.folder.iterdir())
+        reused.append(served(partial(new, name), other, prompt))
+        assert other.bytes == on_disk(other)
         other.close()
     assert min(reused) == len(before.tokens)
     assert reused[-1] == len(prompt) - 2
@@ -91,28 +73,24 @@ def test_a_kill_costs_what_came_after_the_last_save(
 def test_a_save_writes_new_rows_and_one_copy_of_the_states(name: str, make_parking: Make) -> None:
     """Many turns and many checkpoints don't change that."""
     runner, disk, prompt = new(name), make_parking(), [*PROMPT]
-    replaces, rows, there = None, 0, set[str]()
+    replaces, before, there = None, 0, set[str]()
     for turn in range(6):
         answer(runner, prompt, 10)
         entry = runner.entry
         assert len(entry.checkpoints.offsets) > 1 or name == "rows"
-        count, before = len(entry.tokens), 0 if turn == 0 else rows
+        count = len(entry.tokens)
         replaces = saved(disk, entry, count, replaces=replaces)
         names = {path.name for path in disk.folder.iterdir()}
         found, there = payload(disk.folder, names - there), names
-        exported = entry.export()
-        sizes = {
-            "rows": sum(one.nbytes for layer in exported.layers for one in layer.arrays.values()),
-        }
+        whole = sum(one.nbytes for layer in entry.export().layers for one in layer.arrays.values())
         if name == "rows":
-            each = sizes["rows"] // count
-            assert found["rows"] <= 1.1 * each * (count - before)
+            assert found["rows"] <= 1.1 * (whole // count) * (count - before)
             assert found["states"] == 0
         elif name == "states":
-            assert found == {"rows": 0, "states": sizes["rows"]}
+            assert found == {"rows": 0, "states": whole}
         else:
-            assert found["states"] <= sizes["rows"]
-        rows = count
+            assert found["states"] <= whole
+        before = count
         prompt = [*entry.tokens.array.tolist(), *range(30 * turn, 30 * turn + 20)]
 
 
@@ -125,19 +103,10 @@ def test_an_entry_that_goes_on_is_saved_as_it_was(name: str, make_parking: Make)
     work = disk.saving(runner.entry, count)
     following = [*runner.entry.tokens.array.tolist(), *range(90, 130)]
     next(work)
-    stream = runner.generate(following, max_tokens=9, stop_tokens=[])
-    for _ in stream:
+    for _ in runner.generate(following, max_tokens=9, stop_tokens=[]):
         next(work, None)
-    for _ in work:
-        pass
-    other = make_parking()
-    prompt = [*following[:count], 5, 6, 7]
-    found = other.find(np.array(prompt, np.int32))
-    assert found is not None
-    assert found[1] == count
-    warm = new(name)
-    warm.cache.adopt(other.restore(*found), "the disk")
-    assert answer(warm, prompt, 4)[0] == answer(new(name), prompt, 4)[0]
+    completed(work)
+    assert served(partial(new, name), make_parking(), [*following[:count], 5, 6, 7]) == count
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -150,14 +119,7 @@ def test_a_part_of_a_running_entry_is_saved(name: str, make_parking: Make) -> No
     offsets = runner.entry.checkpoints.offsets
     most = upto if name == "rows" else max(one for one in offsets if one <= upto)
     assert len(done.tokens) == most
-    other = make_parking()
-    prompt = [*FOLLOWING[:most], 9, 9]
-    found = other.find(np.array(prompt, np.int32))
-    assert found is not None
-    assert found[1] == most
-    warm = new(name)
-    warm.cache.adopt(other.restore(*found), "the disk")
-    assert answer(warm, prompt, 4)[0] == answer(new(name), prompt, 4)[0]
+    assert served(partial(new, name), make_parking(), [*FOLLOWING[:most], 9, 9]) == most
 
 
 def test_an_offload_adds_the_checkpoints_that_a_save_left_out(make_parking: Make) -> None:
@@ -175,10 +137,9 @@ def test_an_offload_adds_the_checkpoints_that_a_save_left_out(make_parking: Make
     added = {path.name for path in disk.folder.iterdir()} - there
     assert {name.split("-")[0] for name in added} == {"state"}
     again = make_parking()
-    assert (len(again), again.bytes) == (1, sum(p.stat().st_size for p in again.folder.iterdir()))
-    found = again.find(np.array([*FOLLOWING[:-1], 250, 251], np.int32))
-    assert found is not None
-    assert found[1] >= max(one for one in runner.entry.checkpoints.offsets if one < len(FOLLOWING))
+    assert (len(again), again.bytes) == (1, on_disk(again))
+    found = served(partial(new, "rows-and-states"), again, [*FOLLOWING[:-1], 250, 251])
+    assert found >= max(one for one in runner.entry.checkpoints.offsets if one < len(FOLLOWING))
 
 
 def test_a_save_that_is_closed_leaves_nothing(make_parking: Make) -> None:
@@ -200,7 +161,7 @@ def test_a_save_that_is_closed_leaves_nothing(make_parking: Make) -> None:
         done = offloaded(disk, runner.entry)
         work.close()
         assert done is not None
-        assert disk.bytes == sum(path.stat().st_size for path in disk.folder.iterdir())
+        assert disk.bytes == on_disk(disk)
         warm = new("rows")
         warm.cache.adopt(disk.restore(done), "the disk")
         assert len(warm.entry.tokens) == count
@@ -222,8 +183,7 @@ def test_a_full_disk_costs_a_line(
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
         for _ in range(2):
-            for _ in disk.saving(runner.entry, len(runner.entry.tokens)):
-                pass
+            assert completed(disk.saving(runner.entry, len(runner.entry.tokens))) is None
     assert caplog.text.count("was not written to the disk cache: No space left on device") == 1
     assert before in disk
-    assert disk.bytes == sum(path.stat().st_size for path in disk.folder.iterdir())
+    assert disk.bytes == on_disk(disk)

@@ -33,7 +33,6 @@ def new(kind: str) -> LayerCache:
 
 
 def write(cache: LayerCache, tokens: int) -> None:
-    """A forward pass."""
     cache.begin_forward()
     for inner in getattr(cache.model_cache, "caches", [cache.model_cache]):
         if isinstance(inner, ArraysCache):

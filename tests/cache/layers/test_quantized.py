@@ -114,18 +114,6 @@ def test_attention_is_that_of_mlx_lm(
     )
 
 
-@pytest.mark.parametrize("head_dim", [16, 48, 80], ids=lambda number: f"head-{number}")
-def test_heads_that_cannot_be_grouped_are_refused(head_dim: int) -> None:
-    """By name, before anything is stored."""
-    cache = QuantizedAttentionCache(8)
-    with pytest.raises(
-        ValueError,
-        match=f"heads of {head_dim} and {head_dim} numbers can't be quantized in groups of 32",
-    ):
-        cache.update_and_fetch(rows(3, head_dim), rows(3, head_dim))
-    assert (cache.offset, cache.state, cache.nbytes) == (0, [], 0)
-
-
 @pytest.mark.parametrize(
     ("bits", "number"), [(8, 1 + 8 / 64), (4, 0.5 + 8 / 64)], ids=["8-bits", "4-bits"]
 )
@@ -168,7 +156,6 @@ def test_without_a_context_it_grows_by_half() -> None:
 
 
 def test_a_rewind_forwards_is_refused() -> None:
-    """Everywhere else it can go."""
     cache = QuantizedAttentionCache(8)
     cache.update_and_fetch(rows(10), rows(10))
     assert [to for to in range(13) if cache.can_rewind(to)] == list(range(11))
@@ -215,15 +202,6 @@ def test_a_warm_answer_is_the_cold_one(llama: Any, bits: int) -> None:
     assert kinds == {QuantizedAttentionCache}
 
 
-@pytest.mark.parametrize("kv_bits", [3, 16, 0])
-def test_other_widths_are_refused(llama: Any, kv_bits: int) -> None:
-    """With those that there are."""
-    with pytest.raises(
-        OptionError, match=f"kv_bits: {kv_bits} is out of range, it has to be 4 or 8"
-    ):
-        build(llama, kv_bits)
-
-
 GPT_OSS = {
     "head_dim": 32,
     "num_local_experts": 4,
@@ -267,17 +245,3 @@ def test_runners_made_of_parts_refuse_it_before_any_request() -> None:
         Runner(*parts, kv_bits=8)
     with refused:
         Engine(*parts, max_sequences=2, kv_bits=8)
-
-
-def test_a_model_that_can_use_it_is_loaded_with_it(tmp_path: Path) -> None:
-    """Its plan says about a third of the bytes."""
-    write_model(tmp_path, "llama", head_dim=32)
-    plain, packed = (plan_model(str(tmp_path), kv_bits=bits) for bits in (None, 8))
-    bytes_of = [
-        sum(line.total for line in plan.lines if line.what == "full layers")
-        for plan in (plain, packed)
-    ]
-    assert bytes_of[1] / bytes_of[0] == (1 + 8 / 32) / 4
-    runner = Runner.load(str(tmp_path), kv_bits=8)
-    assert sum(cache.nbytes for cache in runner._cache.empty_caches()) == bytes_of[1]
-    assert len(tokens(runner, [1, 2, 3])) == 8

@@ -8,43 +8,28 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.models import tiny_config, tiny_model
+from support.histories import Parts, tiny_parts
 
 from mlxrunner import Runner
 from mlxrunner.cache.layers.factory import make_layer_caches
 from mlxrunner.engine.backends.backend import _rotator, _stay, rotators
-from mlxrunner.models.facts import facts_of
-from mlxrunner.testing import ByteTokenizer
 
 SLOW, MIDDLE, FAST = 31, 12, 0
 """Channels of a head of 64, each with its partner 32 further."""
 
 
-def with_outlier(outlier: float, channel: int, head: int | None, dtype: mx.Dtype) -> Any:
+def with_outlier(outlier: float, channel: int, head: int | None, dtype: mx.Dtype) -> Parts:
     """Return a Qwen2 with huge key biases in one channel pair of one head, or of all."""
-    config = tiny_config(
-        "qwen2",
-        head_dim=64,
-        hidden_size=256,
-        rope_theta=1e6,
-        max_position_embeddings=4096,
-        vocab_size=300,
-    )
-    model = tiny_model(config)
+    model, *more = tiny_parts("qwen2", head_dim=64, hidden_size=256, rope_theta=1e6)
+    bias = 0.1 * np.random.default_rng(0).standard_normal(2 * 64).astype(np.float32)
+    for one in (0, 1) if head is None else (head,):
+        bias[64 * one + channel] += outlier
+        bias[64 * one + channel + 32] += outlier / 2
     for layer in model.layers:
-        attention, bias = (
-            layer.self_attn,
-            0.1 * np.random.default_rng(0).standard_normal(2 * 64).astype(np.float32),
-        )
-        for one in (0, 1) if head is None else (head,):
-            bias[64 * one + channel] += outlier
-            bias[64 * one + channel + 32] += outlier / 2
-        attention.k_proj.weight, attention.k_proj.bias = (
-            attention.k_proj.weight * 0.4,
-            mx.array(bias),
-        )
+        keys = layer.self_attn.k_proj
+        keys.weight, keys.bias = keys.weight * 0.4, mx.array(bias)
     model.set_dtype(dtype)
-    return model, config
+    return model, *more
 
 
 @pytest.mark.exhaustive(20)
@@ -58,23 +43,13 @@ def test_a_large_channel_hides_no_other(
     outlier: int, channel: int, head: int | None, dtype: mx.Dtype
 ) -> None:
     """Each channel of the first layer's shifted keys is within its rounding of a cold run's."""
-    model, config = with_outlier(outlier, channel, head, dtype)
-    runner = Runner(model, ByteTokenizer(), facts_of(model, config), context=100)
-    prompt = [i * 37 % 290 for i in range(90)]
-    usage = list(runner.generate(prompt, max_tokens=20, stop_tokens=[], overflow="shift", keep=4))[
-        -1
-    ].usage
-    assert usage is not None
-    assert usage.cache.shifted_tokens == 48
-    assert usage.cache.reevaluated_tokens == 0
-    tokens = list(runner.entry.tokens)
-    moved = (
-        runner.entry.caches[0]
-        .keys[  # type: ignore[attr-defined]
-            ..., : len(tokens), :
-        ]
-        .astype(mx.float32)
-    )
+    given = with_outlier(outlier, channel, head, dtype)
+    runner, model = Runner(*given, context=100), given[0]
+    options: dict[str, Any] = {"stop_tokens": [], "overflow": "shift", "keep": 4}
+    usage = runner.complete([i * 37 % 290 for i in range(90)], max_tokens=20, **options).usage
+    assert (usage.cache.shifted_tokens, usage.cache.reevaluated_tokens) == (48, 0)
+    tokens, own = list(runner.entry.tokens), runner.entry.caches[0]
+    moved = own.keys[..., : len(tokens), :].astype(mx.float32)  # type: ignore[attr-defined]
     cold = make_layer_caches(model)
     model(mx.array([tokens]), cache=[cache.model_cache for cache in cold])
     computed = cold[0].keys[..., : len(tokens), :].astype(mx.float32)  # type: ignore[attr-defined]
@@ -86,33 +61,15 @@ def test_a_large_channel_hides_no_other(
 
 def test_a_layer_whose_rope_raises_is_one_that_cannot_be_moved() -> None:
     """DeepSeek-V2 goes on over the edge by evaluating again, as its rope takes part of a head."""
-    yarn = {
-        "type": "yarn",
-        "factor": 2.0,
-        "original_max_position_embeddings": 4096,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    latent = {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "qk_nope_head_dim": 16,
-    }
-    experts = {
-        "n_routed_experts": None,
-        "num_key_value_heads": 4,
-        "rope_scaling": yarn | {"beta_fast": 32, "beta_slow": 1},
-    }
-    config = tiny_config("deepseek_v2", vocab_size=300, **latent, **experts)
-    model = tiny_model(config)
-    assert rotators(model, make_layer_caches(model), -9) is None
-    runner = Runner(model, ByteTokenizer(), facts_of(model, config), context=40)
-    usage = list(
-        runner.generate(list(range(30)), max_tokens=30, stop_tokens=[], overflow="shift", keep=4)
-    )[-1].usage
-    assert usage is not None
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+    yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    latent |= {"qk_nope_head_dim": 16, "n_routed_experts": None, "num_key_value_heads": 4}
+    given = tiny_parts("deepseek_v2", rope_scaling=yarn, max_position_embeddings=512, **latent)
+    assert rotators(given[0], make_layer_caches(given[0]), -9) is None
+    runner = Runner(*given, context=40)
+    options: dict[str, Any] = {"stop_tokens": [], "overflow": "shift", "keep": 4}
+    usage = runner.complete(list(range(30)), max_tokens=30, **options).usage
     assert usage.cache.shifted_tokens == usage.cache.reevaluated_tokens == 2 * 18
     assert runner.entry.is_true
 

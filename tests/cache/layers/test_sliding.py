@@ -98,94 +98,20 @@ def test_a_window_of_one_token_sees_itself() -> None:
     assert write(cache, numbered(1, 3)) == [numbered(1, 3)]
 
 
-def drawing(cache: SlidingWindowCache, n: int, **how: Any) -> list[str]:
-    """One line per query of the next chunk, one character per position: `#` where it is seen."""
-    offset = cache.offset
-    seen = write(cache, numbered(n, offset), **how)
-    return ["".join("#" if (p, p + 7) in row else "." for p in range(offset + n)) for row in seen]
-
-
-@few_steps
-@pytest.mark.parametrize(
-    ("before", "n", "how", "lines"),
-    [
-        pytest.param(0, 3, {}, ["#..", "##.", "###"], id="first-chunk"),
-        pytest.param(
-            0,
-            5,
-            {},
-            ["#....", "##...", "###..", ".###.", "..###"],
-            id="first-chunk-longer-than-the-window",
-        ),
-        pytest.param(4, 3, {}, ["..###..", "...###.", "....###"], id="later-chunk"),
-        pytest.param(4, 1, {}, ["..###"], id="one-token"),
-        pytest.param(2, 1, {}, ["###"], id="one-token-early"),
-        pytest.param(4, 1, {"window_size": 2}, ["...##"], id="one-token-in-a-smaller-window"),
-        pytest.param(
-            4,
-            3,
-            {"window_size": 2},
-            ["...##..", "....##.", ".....##"],
-            id="chunk-in-a-smaller-window",
-        ),
-        pytest.param(
-            1, 2, {"window_size": 2}, ["##.", ".##"], id="early-chunk-in-a-smaller-window"
-        ),
-        pytest.param(
-            9,
-            12,
-            {},
-            [
-                ".......###...........",
-                "........###..........",
-                ".........###.........",
-                "..........###........",
-                "...........###.......",
-                "............###......",
-                ".............###.....",
-                "..............###....",
-                "...............###...",
-                "................###..",
-                ".................###.",
-                "..................###",
-            ],
-            id="chunk-longer-than-the-room",
-        ),
-    ],
-)
-def test_the_mask_of_a_chunk_after_some_tokens(
-    step: int, before: int, n: int, how: dict[str, Any], lines: list[str]
-) -> None:
-    """A window of three tokens, drawn; the same as an array, where that is asked for."""
-    assert drawing(filled(SlidingWindowCache(3), before), n, **how) == lines
-    as_array = SlidingWindowCache(3)
-    filled(as_array, before)
-    assert isinstance(as_array.make_mask(n, return_array=True, **how), mx.array)
-    assert drawing(as_array, n, return_array=True, **how) == lines
-
-
 @pytest.mark.parametrize(
     ("before", "n", "how", "kind"),
     [
-        pytest.param(0, 1, {}, type(None), id="one-token"),
-        pytest.param(50, 1, {}, type(None), id="one-token-late"),
-        pytest.param(50, 1, {"window_size": 8}, type(None), id="one-token-in-the-whole-window"),
-        pytest.param(50, 1, {"window_size": 7}, mx.array, id="one-token-in-a-smaller-window"),
-        pytest.param(
-            5, 1, {"window_size": 7}, type(None), id="one-token-early-in-a-smaller-window"
-        ),
-        pytest.param(0, 8, {}, str, id="a-window"),
-        pytest.param(3, 5, {}, str, id="a-window-in-two-chunks"),
-        pytest.param(3, 6, {}, mx.array, id="more-than-a-window"),
-        pytest.param(50, 2, {}, mx.array, id="two-tokens-late"),
-        pytest.param(50, 1, {"return_array": True}, mx.array, id="one-token-as-array"),
-        pytest.param(0, 3, {"return_array": True}, mx.array, id="first-chunk-as-array"),
+        *((0, 1, {}, type(None)), (50, 1, {}, type(None)), (50, 1, {"window_size": 8}, type(None))),
+        *((5, 1, {"window_size": 7}, type(None)), (50, 1, {"window_size": 7}, mx.array)),
+        *((0, 8, {}, str), (3, 5, {}, str), (3, 6, {}, mx.array), (50, 2, {}, mx.array)),
+        (50, 1, {"return_array": True}, mx.array),
+        (0, 3, {"return_array": True}, mx.array),
     ],
 )
 def test_there_is_an_array_only_where_one_is_needed(
     before: int, n: int, how: dict[str, Any], kind: type
 ) -> None:
-    """None and "causal" cost nothing."""
+    """A window of 8 tokens after `before` ones: None and "causal" cost nothing."""
     assert isinstance(filled(SlidingWindowCache(8, 4), before).make_mask(n, **how), kind)
 
 
@@ -306,48 +232,6 @@ def test_each_query_sees_its_window_and_nothing_else(
 
 
 @few_steps
-@pytest.mark.parametrize("slack", [0, 1, 5])
-def test_a_decoding_cache_can_always_go_back_by_its_slack(step: int, slack: int) -> None:
-    """At least the slack and at most STEP + 1 more tokens can go; further back is refused."""
-    cache = filled(SlidingWindowCache(6, slack), 20)
-    for position in range(20, 60):
-        write(cache, numbered(1, position))
-        back = [to for to in range(1, cache.offset) if cache.can_rewind(to)]
-        assert set(range(max(20, cache.offset - slack), cache.offset)) <= set(back)
-        assert len(back) <= slack + step + 1
-        for to in set(range(1, cache.offset)) - set(back):
-            before = held_by(cache)
-            with pytest.raises(RewindError):
-                cache.rewind(to)
-            assert (cache.offset, held_by(cache)) == (position + 1, before)
-            assert cache.trim(cache.offset - to) == 0
-
-
-@few_steps
-def test_every_place_that_is_called_reachable_is(step: int) -> None:
-    """Rewound there, the next chunk sees the window before it."""
-    for ones in range(1, 20, 3):
-        cache = filled(SlidingWindowCache(6, 4), 9, ones=ones)
-        reachable = [to for to in range(cache.offset + 1) if cache.can_rewind(to)]
-        assert reachable[0] == 0
-        for to in reachable[1:]:
-            for n in (1, 20):
-                cache = filled(SlidingWindowCache(6, 4), 9, ones=ones)
-                cache.rewind(to)
-                new = [(to + i, 1000 + i) for i in range(n)]
-                everything = numbered(to) + new
-                assert write(cache, new) == [everything[max(0, p - 5) : p + 1] for p, _ in new]
-
-
-def test_a_rewind_to_where_it_is_keeps_everything() -> None:
-    """Also when nothing else is reachable."""
-    cache = filled(SlidingWindowCache(4), 4000)
-    assert [to for to in range(1, 4001) if cache.can_rewind(to)] == [4000]
-    cache.rewind(4000)
-    assert held_by(cache) == numbered(3, 3997)
-
-
-@few_steps
 @pytest.mark.parametrize("length", [0, 3, 8, 30], ids=lambda n: f"{n}-tokens")
 def test_a_snapshot_outlives_what_comes_after_it(step: int, length: int) -> None:
     """The cache is written over, rewound or freed, and restored any number of times."""
@@ -400,12 +284,13 @@ def pieces(sizes: list[int], seed: int = 0) -> Iterator[tuple[mx.array, mx.array
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param([1] * 40, id="decode"),
-        pytest.param([30, *[1] * 20], id="long-chunk-and-decode"),
-        pytest.param([7, *[1] * 9], id="window-and-decode"),
-        pytest.param([3, 2, 4, 1, 1, 5, 1, 6, 2, *[1] * 9], id="small-chunks"),
-        pytest.param([5, 25, 1, 1, 40, 3, 1, 12, *[1] * 9], id="small-and-long-chunks"),
+        [1] * 40,
+        [30, *[1] * 20],
+        [7, *[1] * 9],
+        [3, 2, 4, 1, 1, 5, 1, 6, 2, *[1] * 9],
+        [5, 25, 1, 1, 40, 3, 1, 12, *[1] * 9],
     ],
+    ids="decode long-chunk window small-chunks small-and-long-chunks".split(),
 )
 def test_attention_is_that_of_mlx_lm(step: int, sizes: list[int], smaller: int | None) -> None:
     """The attention is within 1e-5 of mlx-lm's on the same chunks, also in shared layers."""
@@ -418,21 +303,6 @@ def test_attention_is_that_of_mlx_lm(step: int, sizes: list[int], smaller: int |
         ).max()
         assert float(gap.item()) < 1e-5  # type: ignore[arg-type]
         assert ours.offset == theirs.offset
-
-
-@few_steps
-@examples(60)
-@given(sizes=st.lists(st.integers(1, 25), min_size=1, max_size=10), slack=st.integers(0, 5))
-def test_attention_is_that_of_mlx_lm_however_the_tokens_are_chunked(
-    step: int, sizes: list[int], slack: int
-) -> None:
-    """Ours in these chunks, mlx-lm's in one piece."""
-    ours = SlidingWindowCache(6, slack)
-    parts = list(pieces(sizes))
-    whole = [mx.concatenate(list(part), axis=2) for part in zip(*parts, strict=True)]
-    expected = attention(RotatingKVCache(max_size=6), *whole)
-    found = mx.concatenate([attention(ours, *part) for part in parts], axis=2)
-    assert float(mx.abs(found - expected).max().item()) < 1e-5  # type: ignore[arg-type]
 
 
 SCRAPS = 16 * 1024

@@ -79,46 +79,30 @@ def recurrent(*passes: int) -> RecurrentCache:
     return cache
 
 
-@pytest.mark.parametrize(
-    ("passes", "reachable"),
-    [
-        pytest.param((), {0: 0, 5: 0}, id="none"),
-        pytest.param((10,), {0: 0, 1: 0, 9: 0, 10: 10, 99: 10}, id="one"),
-        pytest.param((10, 1), {0: 0, 9: 0, 10: 10, 11: 11}, id="two"),
-        pytest.param((10, 1, 5), {0: 0, 10: 0, 11: 11, 12: 11, 15: 11, 16: 16, 17: 16}, id="three"),
-    ],
-)
-def test_a_state_can_stay_or_undo_the_last_pass(
-    passes: tuple[int, ...], reachable: dict[int, int]
-) -> None:
+REACHABLE: dict[tuple[int, ...], dict[int, int]] = {
+    (): {0: 0, 5: 0},
+    (10,): {0: 0, 1: 0, 9: 0, 10: 10, 99: 10},
+    (10, 1): {0: 0, 9: 0, 10: 10, 11: 11},
+    (10, 1, 5): {0: 0, 10: 0, 11: 11, 12: 11, 15: 11, 16: 16, 17: 16},
+}
+
+
+@pytest.mark.parametrize("passes", REACHABLE, ids="none one two three".split())
+def test_a_state_can_stay_or_undo_the_last_pass(passes: tuple[int, ...]) -> None:
     """Nowhere else but to the beginning; refused elsewhere, with nothing changed."""
-    for to, expected in reachable.items():
+    refused = f"recurrent layer at offset {sum(passes)} can't be rewound to"
+    for to, expected in REACHABLE[passes].items():
         cache = recurrent(*passes)
         before = content(cache)
         assert cache.reachable(to) == expected
         if expected == to:
             cache.rewind(to)
-            assert (cache.offset, content(cache)) == (
-                to,
-                content(recurrent(*passes[: [0, *np.cumsum(passes)].index(to)])),
-            )
+            done = [0, *np.cumsum(passes)].index(to)
+            assert (cache.offset, content(cache)) == (to, content(recurrent(*passes[:done])))
         else:
-            with pytest.raises(
-                RewindError,
-                match=f"recurrent layer at offset {sum(passes)} can't be rewound to {to}",
-            ):
+            with pytest.raises(RewindError, match=f"{refused} {to}"):
                 cache.rewind(to)
             assert (cache.offset, content(cache)) == (sum(passes), before)
-
-
-def test_an_undone_pass_can_be_done_again() -> None:
-    """It can also be undone again, but the one before it can not."""
-    cache = recurrent(10, 1)
-    for _ in range(3):
-        cache.rewind(10)
-        assert [to for to in range(12) if cache.can_rewind(to)] == [0, 10]
-        forward(cache, advance(10), 1)
-        assert content(cache) == content(recurrent(10, 1))
 
 
 def test_a_restored_state_cannot_undo_what_happened_elsewhere() -> None:
@@ -365,23 +349,6 @@ def test_a_chunked_layer_sees_the_chunk_and_nothing_else(
             cache.rewind(to)
             del tokens[to:]
         assert cache.offset == len(tokens)
-
-
-def test_what_a_chunked_layer_can_go_back_to() -> None:
-    """Drawn for chunks of 6: `#` is a place that it can be rewound to."""
-    cache, drawn = wrapped(ChunkedKVCache(CHUNK)), []
-    for n in (10, 1, 1, 2, 20):
-        cache.begin_forward()
-        attend_in_chunks(cache.model_cache, n, 0)
-        cache.end_forward(n)
-        drawn.append("".join(".#"[cache.can_rewind(to)] for to in range(cache.offset + 1)))
-    assert drawn == [
-        "###########",
-        "#.....######",
-        "#.....#######",
-        "#.....#########",
-        "#...........#######################",
-    ]
 
 
 def test_a_window_that_keeps_its_first_tokens_goes_back_until_it_has_wrapped() -> None:

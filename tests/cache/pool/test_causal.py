@@ -8,14 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.causal import (
-    DIMS,
-    HEADS,
     ROPES,
     drawn,
     forward,
     keys_of,
     made,
-    put,
     raw_keys,
     rotated,
     stored,
@@ -32,115 +29,34 @@ def test_the_oracle_of_keys_is_the_rope() -> None:
         assert np.abs(np.array(expected) - keys_of(layer, range(20), range(300, 320))).max() < 1e-5
 
 
-def test_store() -> None:
-    """Each token sees itself and those before."""
-    cache = made()
+def test_each_token_sees_itself_and_those_before() -> None:
+    """An example, drawn: two sequences, of which one goes on behind a prefix of the other.
+
+    tests/cache/pool/test_causal_at_random.py tries any calls, windows and chunks.
+    """
+    cache = made(2, window=4, memory=8)
     assert drawn(cache, "1234", [0, 1, 2, 3]) == "1 12 123 1234"
-    assert drawn(cache, "5", [4]) == "12345"
-
-
-def test_window_of_two() -> None:
-    """Itself and one before, across batches."""
-    cache = made(window=2)
-    assert drawn(cache, "1234", [0, 1, 2, 3]) == "1 12 23 34"
-    assert drawn(cache, "56", [4, 5]) == "45 56"
-
-
-def test_two_sequences() -> None:
-    """Side by side, blind to each other."""
-    cache = made(2)
-    assert drawn(cache, "1234", [0, 1, 0, 1], [0, 0, 1, 1]) == "1 12 3 34"
-    assert drawn(cache, "56", [2, 2], [0, 1]) == "125 346"
-
-
-def test_remove_the_tail_then_the_head() -> None:
-    """The tokens behind the head move up, with their keys."""
-    cache = made(2)
-    drawn(cache, "1234", [0, 1, 0, 1], [0, 0, 1, 1])
-    cache.remove(0, 1)
-    assert drawn(cache, "56", [1, 2], [0, 1]) == "15 346"
-    cache.remove(0, 0, 1)
-    assert stored(cache) == {0: [(0, 5)], 1: [(0, 3), (1, 4), (2, 6)]}
-    assert drawn(cache, "78", [1, 2]) == "57 578"
-
-
-def test_share_a_prefix() -> None:
-    """Without another cell; the source keeps what it has."""
-    cache = made(2)
-    drawn(cache, "1234", [0, 1, 2, 3])
-    free = cache.num_free
+    assert drawn(cache, "5", [4]) == "2345"
     cache.copy_prefix(0, 1, 2)
-    assert cache.num_free == free
-    assert [cache.num_used_by(sequences) for sequences in ([0], [1], [0, 1], [])] == [4, 2, 4, 0]
-    assert drawn(cache, "56", [2, 3], [1, 1]) == "125 1256"
+    assert drawn(cache, "67", [2, 5], [1, 0]) == "126 3457"
+    cache.remove(0, 0, 1)
     assert stored(cache) == {
-        0: [(0, 1), (1, 2), (2, 3), (3, 4)],
-        1: [(0, 1), (1, 2), (2, 5), (3, 6)],
+        0: [(0, 2), (1, 3), (2, 4), (3, 5), (4, 7)],
+        1: [(0, 1), (1, 2), (2, 6)],
     }
-
-
-def test_resume_with_a_window_of_five() -> None:
-    """Everywhere while all is stored; then at the end, one before it, and at a fresh start."""
-    cache = made(window=5)
-    drawn(cache, "12345", [0, 1, 2, 3, 4])
-    assert [position for position in range(-1, 9) if cache.can_resume(0, position)] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
-    drawn(cache, "6", [5])
-    assert [position for position in range(-1, 9) if cache.can_resume(0, position)] == [0, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"window": 1}, "1 2 3 4 5 | 6 7"),
-        ({"window": 3}, "1 12 123 234 345 | 456 567"),
-        ({"window": 3, "memory": 9}, "1 12 123 234 345 | 456 567"),
-        ({"window": 9}, "1 12 123 1234 12345 | 123456 1234567"),
-        ({"chunk": 3}, "1 12 123 4 45 | 456 7"),
-        ({"chunk": 3, "memory": 3}, "1 12 123 4 45 | 456 7"),
-        ({"chunk": 4, "window": 2}, "1 12 23 34 5 | 56 67"),
-    ],
-    ids=str,
-)
-def test_how_far_back_a_query_sees(options: dict[str, int], expected: str) -> None:
-    """Windows slide; chunks begin anew."""
-    cache = made(**options)
-    assert f"{drawn(cache, '12345', range(5))} | {drawn(cache, '67', [5, 6])}" == expected
 
 
 def test_a_memory_beyond_the_window() -> None:
     """Allows rewinds, and is what the cells are counted by."""
-    cache = made(capacity=100, max_batch=4, window=2, memory=4)
+    cache, resumable = made(capacity=100, max_batch=4, window=2, memory=4), [0, 4, 5, 6, 7, 8]
     assert (cache.num_cells, cache.window, cache.memory) == (8, 2, 4)
     for start in range(0, 8, 2):
         drawn(cache, "12", [start, start + 1])
     layer = CellsLayer(cache, 0)
-    assert [to for to in range(10) if layer.can_rewind(to)] == [0, 4, 5, 6, 7, 8]
-    assert [position for position in range(10) if cache.can_resume(0, position)] == [
-        0,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]
+    assert [to for to in range(10) if layer.can_rewind(to)] == resumable
+    assert [position for position in range(10) if cache.can_resume(0, position)] == resumable
     cache.remove(0, 5)
     assert drawn(cache, "9", [5]) == "19"
-
-
-def test_sequences_that_wait_are_cut_to_their_memory() -> None:
-    """Also when it is another one's turn."""
-    cache = made(2, capacity=100, max_batch=4, window=2)
-    drawn(cache, "1234", [0, 1, 2, 3])
-    drawn(cache, "5", [0], [1])
-    assert stored(cache) == {0: [(3, 4)], 1: [(0, 5)]}
-    assert cache.can_resume(0, 4)
 
 
 def test_a_plain_mask_is_boolean() -> None:
@@ -217,22 +133,14 @@ def test_a_step_in_parts_makes_no_mask() -> None:
     assert cache.mask.shape == (2, 1022)
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "one-too-many"])
-def test_full(at_once: bool) -> None:
-    """With the sizes; what fitted before still works."""
-    cache = made(capacity=4)
-    if at_once:
-        with pytest.raises(
-            CacheFullError,
-            match=r"a batch of 5 tokens needs 5 free cells, but 4 of 4 are free: remove",
-        ):
-            cache.start_forward(Batch(range(5), [0] * 5))
-    drawn(cache, "1234", [0, 1, 2, 3])
-    with pytest.raises(
-        CacheFullError,
-        match=r"a batch of 1 tokens needs 1 free cells, but 0 of 4 are free: remove tokens",
-    ):
-        cache.start_forward(Batch([4], [0]))
+def test_full() -> None:
+    """With the sizes; what fitted before can still be read and go on."""
+    cache, full = made(capacity=4), r"a batch of {0} tokens needs {0} free cells, but {1} of 4 are"
+    for count, free in ((5, 4), (1, 0)):
+        with pytest.raises(CacheFullError, match=full.format(count, free) + " free: remove"):
+            cache.start_forward(Batch(range(4 - free, 4 - free + count), [0] * count))
+        if free:
+            drawn(cache, "1234", [0, 1, 2, 3])
     _, values, mask = cache.get()
     assert np.array(values)[0, 0, :, 0].tolist() == [1, 2, 3, 4]
     assert np.array(mask).tolist() == np.tri(4, dtype=bool).tolist()
@@ -286,20 +194,6 @@ def test_a_batch_beyond_what_was_agreed(reserve: bool) -> None:
         cache.start_forward(Batch([0], [2]), reserve)
 
 
-def test_taking_back_a_step() -> None:
-    """It works for the last call only."""
-    cache = made(2, capacity=4, max_batch=4)
-    drawn(cache, "1234", range(4))
-    cache.start_forward(Batch([0, 4], [1, 0]))
-    cache.undo_forward()
-    cache.undo_forward()
-    assert (stored(cache), cache.num_free) == ({0: [(0, 1), (1, 2), (2, 3), (3, 4)]}, 4)
-    assert cache.mask.shape == (4, 4)
-    assert drawn(cache, "5", [4]) == "12345"
-    cache.undo_forward()
-    assert cache.num_free == 3
-
-
 def test_only_the_last_call_is_taken_back() -> None:
     """Not a step before a removal, nor one before a step that failed."""
     cache = made(2, capacity=4, max_batch=4)
@@ -339,64 +233,33 @@ def test_buffers_are_allocated_once_and_written_in_place() -> None:
     assert mx.get_peak_memory() - before < cache.nbytes // 8
 
 
-def test_a_reserve_pass_stores_nothing() -> None:
-    """Worst-case shapes, whatever is in the cache; then work goes on."""
-    cache = made(2, capacity=4, max_batch=3)
-    drawn(cache, "123", range(3))
-    held = stored(cache)
-    batch = Batch([0, 0, 0], [0, 1, 1])
-    cache.start_forward(batch, reserve=True)
-    for layer in (0, 1):
-        put(cache, layer, [7, 8, 9], batch)
-        assert cache.get()[0].shape == (1, HEADS, 8, DIMS)
-    assert (cache.mask.shape, cache.num_free, stored(cache)) == ((3, 8), 5, held)
-    assert drawn(cache, "4", [3]) == "1234"
-
-
 def test_values_of_another_width_and_type() -> None:
     """Are stored as `init` says."""
     cache = CausalCache()
     cache.init(mx.float16, 1, 8, 8)
     cache.start_forward(Batch([0, 1], [0, 0]))
     cache.put(mx.ones((1, 3, 2, 4)), mx.ones((1, 1, 2, 6), mx.bfloat16))
-    keys, values, _ = cache.get()
-    assert (keys.shape, values.shape, keys.dtype, values.dtype) == (
-        (1, 3, 2, 4),
-        (1, 1, 2, 6),
-        mx.float16,
-        mx.float16,
-    )
+    found = [(part.shape, part.dtype) for part in cache.get()[:2]]
+    assert found == [((1, 3, 2, 4), mx.float16), ((1, 1, 2, 6), mx.float16)]
 
 
-def test_another_length_than_announced() -> None:
-    """Names the layer and both lengths."""
+def test_keys_and_values_of_another_size_than_announced_or_allocated() -> None:
+    """Are named with the layer and both sizes, and would otherwise be broadcast without a word."""
     cache = made()
     cache.start_forward(Batch([0, 1], [0, 0]))
     cache.set_layer(7)
-    with pytest.raises(
-        ValueError, match="layer 7: 3 keys were put, but start_forward announced 2 tokens"
-    ):
-        cache.put(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 4)))
-    with pytest.raises(
-        ValueError, match="layer 7: 1 values were put, but start_forward announced 2 tokens"
-    ):
-        cache.put(mx.zeros((1, 1, 2, 4)), mx.zeros((1, 1, 1, 4)))
+    lengths = r"layer 7: {} {} were put, but start_forward announced 2 tokens"
+    for sizes, said in (((3, 3), (3, "keys")), ((2, 1), (1, "values"))):
+        with pytest.raises(ValueError, match=lengths.format(*said)):
+            cache.put(*(mx.zeros((1, 1, size, 4)) for size in sizes))
     assert cache.nbytes == 0
-
-
-def test_another_shape_than_allocated() -> None:
-    """Would otherwise be broadcast without a word."""
-    cache = made()
-    cache.start_forward(Batch([0, 1], [0, 0]))
+    cache.set_layer(0)
     cache.put(mx.zeros((1, 2, 2, 4)), mx.zeros((1, 2, 2, 4)))
-    with pytest.raises(
-        ValueError,
-        match=r"layer 0: values of shape \(1, 1, 2, 4\), "
-        r"but the cache was allocated for \(1, 2, 2, 4\)",
-    ):
+    allocated = r"values of shape \(1, 1, 2, 4\), but the cache was allocated for \(1, 2, 2, 4\)"
+    with pytest.raises(ValueError, match="layer 0: " + allocated):
         cache.put(mx.zeros((1, 2, 2, 4)), mx.zeros((1, 1, 2, 4)))
+    cache.set_layer(1)
     with pytest.raises(ValueError, match=r"layer 1: keys of shape \(2, 2, 2, 4\)"):
-        cache.set_layer(1)
         cache.put(mx.zeros((2, 2, 2, 4)), mx.zeros((2, 2, 2, 4)))
 
 
@@ -447,19 +310,6 @@ def test_gaps_are_closed_in_however_many_pieces() -> None:
     }
 
 
-def test_packing_by_hand_ends_the_pass() -> None:
-    """Its rows are somewhere else now."""
-    cache = made()
-    drawn(cache, "123", range(3))
-    cache.remove(0, 1, 2)
-    cache.defragment()
-    assert stored(cache) == {0: [(0, 1), (1, 3)]}
-    with pytest.raises(RuntimeError, match="no forward pass is under way"):
-        cache.get()
-    cache.defragment()
-    assert drawn(cache, "4", [2]) == "134"
-
-
 def test_without_a_way_to_rotate_gaps_stay_open() -> None:
     """Refused before anything changed; tails go all the same."""
     cache = made(2, shift=None)
@@ -504,19 +354,6 @@ def test_a_rotation_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="layer 0: keys of shape"):
         cache.remove(0, 0, 1)
     assert stored(cache) == {0: [(0, 1), (1, 2), (2, 3)]}
-
-
-def test_shared_tokens_without_room_for_a_copy() -> None:
-    """Refused with the sizes, and nothing changed."""
-    cache = made(2, capacity=2)
-    drawn(cache, "123", range(3))
-    cache.copy_prefix(0, 1, 3)
-    with pytest.raises(
-        CacheFullError,
-        match=r"removing positions 0 .. 0 of sequence 1 needs 2 free cells, but 1 of 4 are free",
-    ):
-        cache.remove(1, 0, 1)
-    assert stored(cache) == {0: [(0, 1), (1, 2), (2, 3)], 1: [(0, 1), (1, 2), (2, 3)]}
 
 
 def test_positions_do_not_drift() -> None:

@@ -236,23 +236,17 @@ class Work:
         self.cache.defragment()
 
 
-CALLS = ["forward"] * 6 + [
-    "copy",
-    "copy",
-    "cut",
-    "close_gap",
-    "close_gap",
-    "refused",
-    "pack",
-    "reserve",
-    "taken_back",
-]
+CALLS = ["forward"] * 6 + ["copy", "copy", "close_gap", "close_gap"]
+CALLS += "cut refused pack reserve taken_back".split()
 
 
 @pytest.mark.parametrize(
     ("window", "memory", "chunk"),
-    [(None, None, None), (3, None, None), (2, 5, None), (None, None, 4), (4, 6, 3), (None, 5, 4)],
-    ids=["full", "window", "memory", "chunk", "all", "chunk-memory"],
+    [
+        *((None, None, None), (3, None, None), (1, None, None), (9, None, None)),
+        *((2, 5, None), (None, None, 4), (4, 6, 3), (2, None, 4), (None, 5, 4)),
+    ],
+    ids="full window narrow wide memory chunk all chunk-window chunk-memory".split(),
 )
 @examples(120)
 @given(st.lists(st.sampled_from(CALLS), min_size=8, max_size=24), st.integers(0, 2**32))

@@ -31,6 +31,18 @@ def are_equal(one: Contents, other: Contents) -> bool:
     return all(map(np.array_equal, one, other))
 
 
+def listed(pool: KVPool, sequence: int) -> list[tuple[int, int]]:
+    """Return (cell, position) of each token, from the spans."""
+    found = pool.spans(sequence)
+    assert found is not None
+    assert sorted(found) == list(found)
+    return [
+        (cell, span.position + cell - span.begin)
+        for span in found
+        for cell in range(span.begin, span.end)
+    ]
+
+
 def counts(pool: KVPool, cells: Contents) -> None:
     """All that is counted without the arrays is what they hold."""
     positions, owners = cells
@@ -49,6 +61,8 @@ def counts(pool: KVPool, cells: Contents) -> None:
             with_prefix = owners[others].any(axis=0) | own & (positions < at)
             assert pool.num_used_by(others, (sequence, at)) == np.count_nonzero(with_prefix)
             assert pool.holds(sequence, at) == (own & (positions >= at)).any()
+        cells_of = np.flatnonzero(own).tolist()
+        assert listed(pool, sequence) == [(cell, int(positions[cell])) for cell in cells_of]
         first = np.flatnonzero(own)[:1].astype(np.int32)
         assert pool.owners_of(first) == {*np.flatnonzero(owners[:, first].any(axis=1)).tolist()}
 
@@ -61,7 +75,8 @@ def changed(pool: KVPool, rng: random.Random) -> KVPool:
         if act < 4:
             nexts = pool.next_positions().tolist()
             first, second = rng.randint(1, 6), rng.randrange(3) if one != other else 0
-            positions = [*range(nexts[one], nexts[one] + first)]
+            begin = nexts[one] + (rng.random() < 0.1)
+            positions = [*range(begin, begin + first)]
             positions += range(nexts[other], nexts[other] + second)
             placement = pool.place(Batch(positions, [one] * first + [other] * second))
             return rng.choice([placement.after] * 5 + [placement.before])
@@ -159,5 +174,4 @@ def test_a_cell_may_have_as_many_owners_as_there_are_sequences() -> None:
     [([], 0), ([(3, 5)], 2), ([(3, 5), (4, 9), (0, 1)], 7), ([(0, 9), (2, 3), (9, 9)], 9)],
 )
 def test_cells_in_several_runs_count_once(runs: list[tuple[int, int]], count: int) -> None:
-    """In any order."""
     assert num_covered(CellRun(*run) for run in runs) == count

@@ -5,17 +5,14 @@ Each cell is drawn as its owners.
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
-from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.sample import examples
 
 from mlxrunner.cache import END, Batch, CacheFullError
 from mlxrunner.cache.pool.cell_table import MAX_SPANS, CellRun, CellSpan, runs
@@ -23,7 +20,6 @@ from mlxrunner.cache.pool.cells import AttentionWindow, KVPool, Reservation
 
 
 def placed(cells: KVPool, *tokens: tuple[int, int]) -> KVPool:
-    """With a batch of (sequence, position)."""
     sequences, positions = zip(*tokens, strict=True)
     return cells.place(Batch(positions, sequences)).after
 
@@ -158,7 +154,6 @@ def test_a_gap_that_can_not_be_closed_for_want_of_cells() -> None:
     ids=["empty", "behind", "no-tokens", "no-gap"],
 )
 def test_removing_nothing_changes_nothing(args: tuple[int, int, int]) -> None:
-    """It moves nothing."""
     some = placed(cells(), (0, 0), (0, 1), (0, 2), (0, 3)).with_prefix(0, 1, 4)
     after, shift = some.without(*args)
     assert (drawn(after), shift) == (drawn(some), None)
@@ -220,58 +215,6 @@ def test_runs_are_the_cells_again(numbers: list[int]) -> None:
     assert all(a.end != b.begin for a, b in pairwise(found))
 
 
-@examples(200)
-@given(st.data())
-def test_a_mask_is_what_two_loops_would_make(data: st.DataObject) -> None:
-    """Any cells, any batch, any window, any part of the history."""
-    number = st.integers(0, 12)
-    window = data.draw(
-        st.sampled_from(
-            [
-                AttentionWindow(),
-                AttentionWindow(window=3),
-                AttentionWindow(chunk=4),
-                AttentionWindow(window=4, chunk=3),
-                AttentionWindow(window=2, memory=7),
-            ]
-        )
-    )
-    n, start = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))
-    positions = np.array(data.draw(st.lists(number, min_size=10, max_size=10)), np.int32)
-    owners = np.array(
-        data.draw(
-            st.lists(st.lists(st.booleans(), min_size=10, max_size=10), min_size=2, max_size=2)
-        )
-    )
-    batch = Batch(
-        [data.draw(number) for _ in range(n)], [data.draw(st.integers(0, 1)) for _ in range(n)]
-    )
-    positions[start : start + n] = batch.positions
-    owners[:, start : start + n] = [
-        [sequence == other for other in batch.sequences] for sequence in range(2)
-    ]
-    some = KVPool(positions, owners, window)
-    history = CellRun(data.draw(st.integers(0, start)), data.draw(st.integers(start + n, 10)))
-    expected = []
-    for query, sequence in zip(batch.positions, batch.sequences, strict=True):
-        seen = []
-        for cell in range(history.begin, history.end):
-            if not owners[sequence, cell]:
-                seen.append(False)
-                continue
-            at = int(positions[cell])
-            near = (window.window is None or at > query - window.window) and (
-                window.chunk is None or at >= query - query % window.chunk
-            )
-            seen.append(at <= query and near)
-        expected.append(seen)
-    assert some.mask(batch, history).tolist() == expected
-    found = some.history(batch)
-    everything = some.mask(batch, CellRun(0, 10))
-    assert not everything[:, : found.begin].any()
-    assert not everything[:, found.end :].any()
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -297,7 +240,6 @@ def test_a_batch_is_plain_data() -> None:
 
 @pytest.mark.parametrize("call", ["place", "with_prefix", "without", "can_resume"])
 def test_a_sequence_that_is_not_there(call: str) -> None:
-    """Is named, with how many there are."""
     arguments = {
         "place": (Batch([0, 0], [1, 3]),),
         "with_prefix": (0, 3, 1),
@@ -402,55 +344,6 @@ def test_packing_forgets_the_lanes() -> None:
     cells = KVPool.empty(64, 2, AttentionWindow()).place(Batch([0], [0])).after.expecting(1, 3)
     assert cells.reservations
     assert cells.packed()[0].reservations == {}
-
-
-def listed(cells: KVPool, sequence: int) -> list[tuple[int, int]] | None:
-    """Return (cell, position) of each token, from the spans; None for a scattered sequence."""
-    found = cells.spans(sequence)
-    if found is None:
-        return None
-    assert sorted(found) == list(found)
-    return [
-        (cell, span.position + cell - span.begin)
-        for span in found
-        for cell in range(span.begin, span.end)
-    ]
-
-
-@pytest.mark.parametrize("window", [{}, {"window": 3}, {"window": 2, "memory": 5}], ids=str)
-@examples(200)
-@given(
-    st.lists(st.sampled_from(["place"] * 5 + ["share", "cut", "reservation", "pack"])), st.randoms()
-)
-def test_stretches_are_kept_up_to_date(
-    window: dict[str, int], calls: list[str], rng: random.Random
-) -> None:
-    """After any calls they are the cells and positions of the tables, however they were grown."""
-    some = cells(40, 3, **window)
-    for call in calls:
-        one, other = rng.randrange(3), rng.randrange(3)
-        if call == "place":
-            nexts = some.next_positions().tolist()
-            tokens = []
-            for sequence in [one] * rng.randint(1, 4) + [other] * rng.randrange(3):
-                tokens.append((sequence, nexts[sequence] + (rng.random() < 0.1)))
-                nexts[sequence] = tokens[-1][1] + 1
-            with suppress(CacheFullError):
-                some = placed(some, *tokens)
-        elif call == "share":
-            some = some.with_prefix(one, other, rng.randrange(12))
-        elif call == "cut":
-            begin = rng.randrange(12)
-            with suppress(CacheFullError):
-                some, _ = some.without(one, begin, rng.choice([END, begin + 2]))
-        elif call == "reservation":
-            some = some.expecting(one, rng.randrange(12))
-        else:
-            some, _ = some.packed()
-        for sequence in range(3):
-            own = np.flatnonzero(some.owners[sequence])
-            table = list(zip(own.tolist(), some.positions[own].tolist(), strict=True))
-            assert listed(some, sequence) == table
 
 
 def test_a_sequence_in_many_pieces_is_scattered() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.checks import raising
 
 from mlxrunner.cache import (
     Batch,
@@ -99,7 +100,6 @@ def test_resuming_needs_all() -> None:
 
 
 def test_prefixes_and_gaps_in_all() -> None:
-    """Shared, and closed."""
     cache, window, full = windowed()
     forward(cache, "1234", range(4))
     cache.copy_prefix(0, 1, 3)
@@ -141,11 +141,7 @@ def test_whatever_stops_it(monkeypatch: pytest.MonkeyPatch, error: BaseException
     """A pass that fails between the two caches leaves the tokens as they were."""
     cache, window, full = filled()
     before = everything(window, full)
-
-    def fails(batch: Batch, reserve: bool = False) -> None:
-        raise error
-
-    monkeypatch.setattr(full, "start_forward", fails)
+    monkeypatch.setattr(full, "start_forward", raising(error))
     with pytest.raises(type(error)):
         cache.start_forward(NEXT)
     assert everything(window, full) == before
@@ -184,11 +180,8 @@ def test_what_one_refuses_happens_in_none(
 
 def test_a_rotation_that_fails_in_the_second_leaves_the_first() -> None:
     """Keys are worked out everywhere before they are stored anywhere."""
-
-    def fails(layer: int, keys: mx.array, offsets: mx.array) -> mx.array:
-        raise ArithmeticError("no")
-
-    window, full = CausalCache(shift=moved, window=3), CausalCache(shift=fails)
+    window = CausalCache(shift=moved, window=3)
+    full = CausalCache(shift=raising(ArithmeticError("no")))
     cache = WrapperCache(window, full)
     cache.init(mx.float32, 2, 8, 4)
     forward(cache, "1234", range(4))
@@ -200,7 +193,6 @@ def test_a_rotation_that_fails_in_the_second_leaves_the_first() -> None:
 
 
 def test_the_order_of_calls() -> None:
-    """It is that of every cache."""
     caches = CausalCache(), CausalCache(window=2)
     cache = WrapperCache(*caches)
     cache.init(mx.float32, 1, 16, 8)
@@ -241,60 +233,31 @@ def test_a_reserve_pass_reaches_all() -> None:
     assert everything(window, full) == before
 
 
-class Minimal(Cache):
-    """A foreign cache with only what the interface demands, which counts what it is told."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def init(self, *sizes: Any) -> None:
-        self.calls.append("init")
-
-    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
-        self.calls.append("start_forward")
-
-    def set_layer(self, layer: int) -> None:
-        self.calls.append("set_layer")
-
-    def put(self, keys: mx.array, values: mx.array) -> None:
-        self.calls.append("put")
-
-    def get(self) -> tuple[mx.array, mx.array, None]:
-        return mx.zeros((1, 1, 1, 1)), mx.zeros((1, 1, 1, 1)), None
-
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        self.calls.append("copy_prefix")
-
-    def can_resume(self, sequence: int, position: int) -> bool:
-        return True
-
-    def remove(self, sequence: int, begin: int, end: int = 0) -> None:
-        self.calls.append("remove")
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-
 def test_another_cache_needs_no_more_than_the_interface() -> None:
     """The two phases have a fallback: nothing is foreseen, all is done in the second."""
-    minimal = Minimal()
+    calls: list[str] = []
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda self, *given: calls.append(name)
+
+    demanded = {name: noting(name) for name in Cache.__abstractmethods__}
+    minimal: Cache = type("Minimal", (Cache,), demanded)()
     cache = WrapperCache(minimal, CausalCache())
     cache.init(mx.float32, 2, 8, 8)
     cache.start_forward(Batch([0], [0]))
     cache.undo_forward()
     with pytest.raises(ValueError, match="no sequence 7"):
         cache.copy_prefix(0, 7, 1)
-    assert minimal.calls == ["init", "start_forward"]
+    assert calls == ["init", "start_forward"]
     cache.copy_prefix(0, 1, 1)
     commit: Commit = cache.prepare_remove(0, 0)
-    assert minimal.calls == ["init", "start_forward", "copy_prefix"]
+    assert calls == ["init", "start_forward", "copy_prefix"]
     commit()
-    assert minimal.calls == ["init", "start_forward", "copy_prefix", "remove"]
+    assert calls == ["init", "start_forward", "copy_prefix", "remove"]
     assert cache.nbytes == 0
 
 
 def test_a_step_that_one_cache_has_written_is_undone_in_none() -> None:
-    """They stay together."""
     cache, window, full = windowed(capacity=5)
     cache.start_forward(Batch([0, 1], [0, 0]))
     cache.set_layer_type(0)

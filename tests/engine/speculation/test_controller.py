@@ -46,14 +46,10 @@ def test_the_depth_follows_from_the_shares_and_the_costs(
     assert measured(slope).depth([share] * DEEPEST, DEEPEST) == depth
 
 
-def test_no_draft_is_longer_than_there_is_room() -> None:
-    """No room makes no draft."""
+def test_a_draft_has_to_fit_and_to_pay() -> None:
+    """The chance that there will be a draft at all counts, if it is waited for."""
     controller = measured(0.0)
     assert [controller.depth([0.99] * DEEPEST, most) for most in (0, 1, 2, 5)] == [0, 1, 2, 5]
-
-
-def test_waiting_for_a_draft_that_may_not_come_has_to_pay_as_well() -> None:
-    """The chance that there will be a draft counts."""
     controller = measured(0.1)
     assert controller.depth([0.9] * DEEPEST, DEEPEST, 0.5) > 0
     assert controller.depth([0.9] * DEEPEST, DEEPEST, 0.01) == 0
@@ -136,24 +132,10 @@ def test_what_came_behind_the_same_tokens_is_found(
     assert lookup.ahead(3) == ahead
 
 
-def test_a_text_that_repeats_itself_goes_round() -> None:
-    """Where the place reaches the end of the answer, the period is drafted again."""
-    lookup = TextLookup(tokens(), tokens(1, 2, 3, 1, 2, 3, 1, 2))
-    assert lookup.ahead(7) == [3, 1, 2, 3, 1, 2, 3]
-    assert lookup.ahead(0) == []
-
-
-def test_a_match_is_followed_while_it_holds_and_left_where_it_does_not() -> None:
-    """A token that agrees makes the match longer; another one begins a new search."""
-    lookup = TextLookup(tokens(), tokens(1, 2, 3, 4, 5, 9, 1, 2))
-    lookup.add(3)
-    assert (lookup.length, lookup.expected) == (3, 4)
-    lookup.add(8)
-    assert (lookup.length, lookup.expected, lookup.ahead(4)) == (0, None, [])
-
-
-def test_the_earlier_text_is_found_from_the_first_token() -> None:
+def test_a_text_that_repeats_itself_goes_round_and_the_earlier_one_is_found_at_once() -> None:
     """The tokens before it show the place; a place in the conversation is not of it."""
+    lookup = TextLookup(tokens(), tokens(1, 2, 3, 1, 2, 3, 1, 2))
+    assert (lookup.ahead(7), lookup.ahead(0)) == ([3, 1, 2, 3, 1, 2, 3], [])
     lookup = TextLookup(tokens(7, 8, 30, 31), tokens(1, 2, 7, 8))
     assert lookup.is_earlier
     assert lookup.ahead(2) == [30, 31]

@@ -105,5 +105,4 @@ def test_a_naive_rule_would_be_noticed(guesses: str, monkeypatch: pytest.MonkeyP
 
 
 def draft_model(model: Chain) -> DraftModel:
-    """Return `model` as one that guesses."""
     return DraftModel(model, VOCAB, CacheOptions(None), 10**6, 8)

@@ -191,25 +191,6 @@ def test_tokens_that_only_one_model_has_do_no_harm() -> None:
         assert seen == [vocab] * 3
 
 
-def test_a_draft_model_stops_at_the_end_of_its_context() -> None:
-    drafts = model_of(["full"], context=31)
-    text = np.array(PROMPT, np.int32)
-    assert len(drafts.draft(text, 9, lambda row: mx.argmax(row, axis=-1))) == 2
-    longer = np.arange(40, dtype=np.int32)
-    assert drafts.draft(longer, 9, lambda row: mx.argmax(row, axis=-1)) == []
-
-
-def test_the_demo_model_guesses_for_itself() -> None:
-    """It is loaded as any model, and all of its guesses are right."""
-    with Runner.load("demo", 256, draft_model="demo") as runner:
-        plain = list(runner.generate("In the morning", max_tokens=24, speculate="off"))
-        runner.reset()
-        guessing = list(runner.generate("In the morning", max_tokens=24))
-        assert [chunk.token for chunk in guessing] == [chunk.token for chunk in plain]
-        drafted, accepted = guessed(guessing[-1].usage)
-        assert drafted == accepted > 0
-
-
 def test_a_draft_model_has_to_fit_beside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them fits alone. The error has the table of the draft model."""
     offered = int(1.2 * plan_model("demo", 256).total)
