@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.batches import lines, run, unbroken
-from support.checks import ends
+from support.batches import OUT, STORE, lines, run, unbroken
+from support.checks import ends, read_lines
 from support.waiting import PATIENCE_S, until
 
 from mlxrunner.batch.execution import Outcome
@@ -48,9 +48,11 @@ def many(folder: Path) -> None:
 
 
 def batch(cluster: Any, *arguments: object) -> Result:
-    return run(
-        "in.jsonl", "-o", "out.jsonl", "--no-usage", "--dask", cluster.scheduler_address, *arguments
-    )
+    return started("--dask", cluster.scheduler_address, *arguments)
+
+
+def started(*arguments: object) -> Result:
+    return run("in.jsonl", "-o", OUT, "--no-usage", *arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +87,8 @@ def victim(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[signal.Si
             send(driver, worker, line)
             sent[worker.name] += 1
             if sent[worker.name] == 12 and not hit:
-                (process,) = (
-                    one.process.pid
-                    for one in cluster.workers.values()
-                    if one.worker_address == worker.name
-                )
+                own = {one.worker_address: one.process.pid for one in cluster.workers.values()}
+                process = own[worker.name]
                 hit.append(process)
                 os.kill(process, number)
 
@@ -102,13 +101,11 @@ def victim(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[signal.Si
 def test_the_answers_are_those_of_one_process(cluster: Any) -> None:
     """Greedy and seeded lines have the same bytes, and both workers did a part."""
     expected = unbroken()
-    events = Path("events.jsonl")
-    ends(batch(cluster, "--events", events, "--summary", "summary.json"), 3)
-    assert Path("out.jsonl").read_bytes() == expected
-    found = [json.loads(line) for line in events.read_text().splitlines()]
-    assert sorted(one["line"]["number"] for one in found) == [
-        number for number in range(1, MANY + 1) if number != 6
-    ]
+    ends(batch(cluster, "--events", "events.jsonl", "--summary", "summary.json"), 3)
+    assert OUT.read_bytes() == expected
+    found = read_lines(Path("events.jsonl"))
+    lines_of_events = sorted(one["line"]["number"] for one in found)
+    assert lines_of_events == [number for number in range(1, MANY + 1) if number != 6]
     assert {one["line"]["lines"] for one in found} == {MANY}
     assert len({one["process"] for one in found}) == 2
     summary = json.loads(Path("summary.json").read_text())
@@ -119,11 +116,10 @@ def test_the_answers_are_those_of_one_process(cluster: Any) -> None:
 def test_another_address_than_loopback_has_to_be_called_insecure(cluster: Any) -> None:
     """Without a host in it, an address may be any of this machine."""
     address = cluster.scheduler_address.replace("127.0.0.1", "0.0.0.0")
-    arguments = ["in.jsonl", "-o", "out.jsonl", "--no-usage", "--dask", address]
-    ends(run(*arguments), 2, f"{address}: is another host, and without TLS")
-    assert not Path("out.jsonl").exists()
-    ends(run(*arguments, "--insecure"), 3)
-    assert Path("out.jsonl").read_bytes() == unbroken()
+    ends(started("--dask", address), 2, f"{address}: is another host, and without TLS")
+    assert not OUT.exists()
+    ends(started("--dask", address, "--insecure"), 3)
+    assert OUT.read_bytes() == unbroken()
 
 
 def test_a_killed_worker_costs_its_unfinished_lines(
@@ -131,9 +127,8 @@ def test_a_killed_worker_costs_its_unfinished_lines(
 ) -> None:
     assert victim(signal.SIGKILL) == []
     result = batch(cluster)
-    assert result.exit_code == 3, result.stderr
-    assert Path("out.jsonl").read_bytes() == unbroken()
-    assert "unfinished lines run elsewhere" in result.stderr
+    ends(result, 3, "unfinished lines run elsewhere")
+    assert OUT.read_bytes() == unbroken()
 
 
 def test_a_stopped_worker_costs_its_unfinished_lines(
@@ -147,9 +142,8 @@ def test_a_stopped_worker_costs_its_unfinished_lines(
         result = batch(cluster)
     finally:
         os.kill(stopped[0], signal.SIGCONT)
-    assert result.exit_code == 3, result.stderr
-    assert Path("out.jsonl").read_bytes() == unbroken()
-    assert "no sign of life for 2 s" in result.stderr
+    ends(result, 3, "no sign of life for 2 s")
+    assert OUT.read_bytes() == unbroken()
 
 
 def driver_that(does: str, cluster: Any) -> list[str]:
@@ -163,15 +157,16 @@ def driver_that(does: str, cluster: Any) -> list[str]:
         "    flush(self)\noutput.AnswerWriter.flush = flushing\nmain()\n"
     )
     options = "batch in.jsonl -o out.jsonl -q --no-usage --no-reserve --dask".split()
-    return [sys.executable, "-c", code, *options, cluster.scheduler_address]
+    no_bytecode = "-B"  # a module's file that may not grow would be cut off
+    return [sys.executable, no_bytecode, "-c", code, *options, cluster.scheduler_address]
 
 
 def assert_goes_on(cluster: Any) -> None:
     """Check that a run whose driver has ended is neither done nor lost."""
-    with Store.open(Path("out.jsonl.run")) as store:
+    with Store.open(STORE) as store:
         assert 0 < store.counts.done < MANY
     ends(batch(cluster, "--resume"), 3)
-    assert Path("out.jsonl").read_bytes() == unbroken()
+    assert OUT.read_bytes() == unbroken()
 
 
 def test_a_killed_driver_goes_on_with_resume(cluster: Any) -> None:
@@ -193,12 +188,8 @@ def test_a_worker_of_another_version_is_refused(
 
     own = worker.versions()
     monkeypatch.setattr(worker, "versions", lambda: own | {"mlx": "0.0.1"})
-    ends(
-        batch(cluster),
-        1,
-        f"has another mlx: {own['mlx']} there, 0.0.1 here; it gets no lines",
-        "no worker can be used",
-    )
+    refused = f"has another mlx: {own['mlx']} there, 0.0.1 here; it gets no lines"
+    ends(batch(cluster), 1, refused, "no worker can be used")
 
 
 @pytest.fixture
@@ -238,10 +229,8 @@ def test_local_workers_that_dask_gave_up_come_back(
         until(lambda: gone.isdisjoint(workers.signs))
 
     at_third_line(give_up)
-    result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 2)
-    assert result.exit_code == 3, result.stderr
-    assert Path("out.jsonl").read_bytes() == unbroken()
-    assert "has ended" in result.stderr
+    ends(started("--workers", 2), 3, "has ended")
+    assert OUT.read_bytes() == unbroken()
 
 
 def test_local_workers_that_end_while_they_start_are_given_up(
@@ -268,13 +257,9 @@ def test_local_workers_that_end_while_they_start_are_given_up(
         until(lambda: not workers.signs)
 
     at_third_line(end_all)
-    ends(
-        run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1),
-        1,
-        f"no worker is left: {MOST_STARTS} processes ended in turn",
-        "--resume",
-    )
-    with Store.open(Path("out.jsonl.run")) as store:
+    left = f"no worker is left: {MOST_STARTS} processes ended in turn"
+    ends(started("--workers", 1), 1, left, "--resume")
+    with Store.open(STORE) as store:
         assert store.counts.done < MANY
 
 
@@ -282,25 +267,14 @@ def test_local_workers_that_do_not_start(folder: Path, monkeypatch: pytest.Monke
     settings = dask_workers.worker_settings()
     monkeypatch.setattr(dask_workers, "worker_settings", lambda: settings | {"no_such": 1})
     monkeypatch.setattr(dask_workers, "MOST_STARTS", 1)
-    ends(
-        run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 1),
-        1,
-        "the workers did not start: ",
-    )
+    ends(started("--workers", 1), 1, "the workers did not start: ")
 
 
 def test_an_address_where_no_scheduler_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dask_workers, "CONNECT_S", 0.5)
-    ends(
-        run("in.jsonl", "-o", "out.jsonl", "--dask", "tcp://127.0.0.1:9"),
-        2,
-        "tcp://127.0.0.1:9: no scheduler answers there",
-    )
-    ends(
-        CliRunner().invoke(main, ["worker", "tcp://127.0.0.1:9"]),
-        2,
-        "tcp://127.0.0.1:9: no scheduler answers there",
-    )
+    said = "tcp://127.0.0.1:9: no scheduler answers there"
+    ends(started("--dask", "tcp://127.0.0.1:9"), 2, said)
+    ends(CliRunner().invoke(main, ["worker", "tcp://127.0.0.1:9"]), 2, said)
 
 
 def test_dask_writes_no_lines_of_its_own() -> None:
@@ -413,10 +387,9 @@ def test_a_line_that_kills_three_processes_gets_an_error_and_no_fourth(folder: P
     deadly = folder / "deadly.py"
     deadly.write_text(KILLS.replace('"killed"', repr(str(folder / "killed"))))
     with dask.config.set({"distributed.worker.preload": [str(deadly)]}):
-        result = run("in.jsonl", "-o", "out.jsonl", "--no-usage", "--workers", 2)
-    assert result.exit_code == 3, result.stderr
+        ends(started("--workers", 2), 3)
     assert Path("killed").read_text() == "x" * MOST_ENDS
-    found, expected = Path("out.jsonl").read_text().splitlines(), unbroken().decode().splitlines()
+    found, expected = OUT.read_text().splitlines(), unbroken().decode().splitlines()
     assert [one for one in found if one not in expected] == [found[BAD]]
     assert f"{MOST_ENDS} workers ended while they ran this line" in json.loads(found[BAD])["error"]
 
@@ -450,14 +423,14 @@ def test_ctrl_c_at_random_moments_loses_and_doubles_nothing(
         presses[:] = [0, -chosen.randrange(1, 4)] if time % 3 == 2 else [0]
         result = batch(cluster, "--resume")
         assert result.exit_code in (1, 3, 130), result.stderr
-        assert unbroken().startswith(Path("out.jsonl").read_bytes())
+        assert unbroken().startswith(OUT.read_bytes())
         if result.exit_code == 3:
             break
         broken += 1
     assert broken >= 3
     presses.clear()
     ends(batch(cluster, "--resume"), 3)
-    assert Path("out.jsonl").read_bytes() == unbroken()
+    assert OUT.read_bytes() == unbroken()
 
 
 @pytest.mark.exhaustive(0)
@@ -489,12 +462,11 @@ def test_a_signal_ends_driver_and_workers(
     """A terminal and most schedulers signal all processes of the group, the workers included."""
     options = ["--no-usage", "--no-reserve", "--workers", "2"]
     command = [sys.executable, "-m", "mlxrunner", "batch", "in.jsonl", "-o", "out.jsonl", *options]
-    out = Path("out.jsonl")
     with open("driver.log", "wb") as log:
         driver = subprocess.Popen(command, stderr=log, start_new_session=True)
     try:
         is_starting = moment == "starting"
-        until(lambda: len(members(driver.pid)) > 2 if is_starting else size(out) > 0)
+        until(lambda: len(members(driver.pid)) > 2 if is_starting else size(OUT) > 0)
         to(driver.pid, number)
         code = driver.wait(PATIENCE_S)
         until(lambda: not members(driver.pid), "for the end of all processes")
@@ -506,9 +478,9 @@ def test_a_signal_ends_driver_and_workers(
     assert code in (1, 3, 128 + number), said
     assert "Traceback" not in said
     assert "has ended" not in said
-    assert unbroken().startswith(out.read_bytes() if out.exists() else b"")
-    ends(run("in.jsonl", "-o", out, "--no-usage", "--resume"), 3)
-    assert out.read_bytes() == unbroken()
+    assert unbroken().startswith(OUT.read_bytes() if OUT.exists() else b"")
+    ends(started("--resume"), 3)
+    assert OUT.read_bytes() == unbroken()
 
 
 def size(path: Path) -> int:

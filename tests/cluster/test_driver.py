@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
 from support.batches import filled
+from support.checks import raising
 
 from mlxrunner.batch.execution import Outcome
 from mlxrunner.batch.job import Job
@@ -91,6 +92,18 @@ class PlayedWorkers:
         pass
 
 
+def fail_first(workers: PlayedWorkers, worker: str, errors: Iterable[Exception]) -> None:
+    """Let the first answers of a worker be these errors."""
+    left, own = [*errors], workers._answer
+
+    def fails(key: str, line: StoredLine) -> LineReply:
+        if left:
+            raise left.pop()
+        return own(key, line)
+
+    workers.does[worker, "answer"] = fails
+
+
 @pytest.fixture
 def store() -> Iterator[Store]:
     with filled([[1, number] for number in range(LINES)]) as made:
@@ -112,9 +125,8 @@ class Run:
     def outcomes(self) -> list[tuple[int, str | None]]:
         """Run to the end, and return index and error of each outcome, in the order of the input."""
         found = []
-        for outcome in self.driver.run(
-            self.store, "prefix", lambda: self.is_stopping, lambda: None
-        ):
+        begun = self.driver.run(self.store, "prefix", lambda: self.is_stopping, lambda: None)
+        for outcome in begun:
             self.store.record(outcome.line.index, b"{}")
             found.append((outcome.line.index, outcome.error))
         return sorted(found)
@@ -159,9 +171,7 @@ def test_a_worker_that_would_answer_otherwise_is_refused_by_name(
 def test_a_batch_with_refused_workers_only_ends(store: Store) -> None:
     workers = PlayedWorkers("a", "b")
 
-    def fails(*_: object) -> None:
-        raise MemoryPlanError("this does not fit")
-
+    fails = raising(MemoryPlanError("this does not fit"))
     workers.does["a", "begin"] = workers.does["b", "begin"] = fails
     with pytest.raises(CutOffError, match="no worker can be used: worker a: this does not fit"):
         Run(workers, store).outcomes()
@@ -225,28 +235,13 @@ def test_a_line_that_ends_three_workers_gets_an_error_and_no_fourth(store: Store
 def test_a_worker_that_does_not_know_the_batch_begins_it_again(store: Store) -> None:
     """Another batch took its place meanwhile. That is no fault of the lines."""
     workers = PlayedWorkers("a")
-    left = [remote.NotOpenError("key") for _ in range(2 * MOST_ENDS)]
-    own = workers._answer
-
-    def forgets(key: str, line: StoredLine) -> LineReply:
-        if left:
-            raise left.pop()
-        return own(key, line)
-
-    workers.does["a", "answer"] = forgets
+    fail_first(workers, "a", [remote.NotOpenError("key") for _ in range(2 * MOST_ENDS)])
     assert Run(workers, store).outcomes() == ALL
 
 
 def test_a_worker_whose_engine_breaks_begins_again_and_says_why(store: Store) -> None:
-    workers, broken = PlayedWorkers("a"), [ZeroDivisionError("by zero")]
-    own = workers._answer
-
-    def breaks(key: str, line: StoredLine) -> LineReply:
-        if broken:
-            raise broken.pop()
-        return own(key, line)
-
-    workers.does["a", "answer"] = breaks
+    workers = PlayedWorkers("a")
+    fail_first(workers, "a", [ZeroDivisionError("by zero")])
     run = Run(workers, store)
     assert run.outcomes() == ALL
     assert run.is_said("worker a: ZeroDivisionError: by zero; it begins again")
@@ -316,15 +311,8 @@ def test_a_stopped_run_does_not_wait_for_workers_that_ended(store: Store, left: 
 
 def test_lines_whose_call_is_lost_are_sent_again(store: Store) -> None:
     """The connection breaks in the middle, and the worker still has them."""
-    workers, left = PlayedWorkers("a"), [LostCallError("a")] * 3
-    own = workers._answer
-
-    def breaks(key: str, line: StoredLine) -> LineReply:
-        if left:
-            raise left.pop()
-        return own(key, line)
-
-    workers.does["a", "answer"] = breaks
+    workers = PlayedWorkers("a")
+    fail_first(workers, "a", [LostCallError("a")] * 3)
     run = Run(workers, store)
     assert run.outcomes() == ALL
     assert len(workers.sent) == LINES + 3

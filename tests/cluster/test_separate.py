@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support.batches import lines, resume, run, unbroken
+from support.batches import OUT, lines, resume, run, unbroken
 from support.checks import ends
 from support.waiting import until
 
@@ -81,21 +81,15 @@ def test_only_those_with_certificates_belong_to_a_cluster_with_tls(
     assert address.startswith("tls://127.0.0.1:")
     start("mlxrunner", "worker", address, *OUR_TLS)
     ends(batch(address, *OUR_TLS), 3)
-    assert Path("out.jsonl").read_bytes() == unbroken()
+    assert OUT.read_bytes() == unbroken()
     monkeypatch.setattr(dask_workers, "CONNECT_S", 2.0)
-    ends(
-        run("in.jsonl", "-o", "no.jsonl", "--dask", address.replace("tls", "tcp")),
-        2,
-        "no scheduler answers there",
-    )
+    plain = run("in.jsonl", "-o", "no.jsonl", "--dask", address.replace("tls", "tcp"))
+    ends(plain, 2, "no scheduler answers there")
     (folder / "strangers").mkdir()
     monkeypatch.chdir(folder / "strangers")
     make_certificates()
-    ends(
-        run("../in.jsonl", "-o", "no.jsonl", "--dask", address, *OUR_TLS),
-        2,
-        "are its certificates from the same authority?",
-    )
+    strange = run("../in.jsonl", "-o", "no.jsonl", "--dask", address, *OUR_TLS)
+    ends(strange, 2, "are its certificates from the same authority?")
 
 
 @pytest.mark.exhaustive(0)
@@ -105,14 +99,9 @@ def test_a_worker_without_the_model_is_refused_by_name(start: Start, folder: Pat
     shutil.copytree(Path(mlxrunner.models.__file__).parent / "demo", folder / "own-model")
     address, _ = scheduler(start)
     start("mlxrunner", "worker", address, cwd=folder / "elsewhere")
-    ends(
-        batch(address, "-m", "./own-model"),
-        1,
-        "own-model",
-        "it gets no lines",
-        "no worker can be used: worker tcp://127.0.0.1:",
-    )
-    assert not Path("out.jsonl").exists() or not Path("out.jsonl").read_bytes()
+    said = ("own-model", "it gets no lines", "no worker can be used: worker tcp://127.0.0.1:")
+    ends(batch(address, "-m", "./own-model"), 1, *said)
+    assert not OUT.exists() or not OUT.read_bytes()
 
 
 @pytest.mark.exhaustive(0)
@@ -133,4 +122,4 @@ def test_a_scheduler_that_dies_ends_the_run_and_resume_goes_on(
     monkeypatch.setattr(Driver, "_send", sends)
     ends(batch(address), 1, "the connection to the scheduler of the cluster is lost", "--resume")
     assert resume().exit_code == 3
-    assert Path("out.jsonl").read_bytes() == unbroken()
+    assert OUT.read_bytes() == unbroken()
