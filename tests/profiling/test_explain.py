@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
-from support.checks import write_lines
+from support.checks import refused, write_lines
 from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
@@ -74,9 +74,7 @@ def test_the_last_one_and_the_beginning_of_an_id_will_do(events: Path) -> None:
     ids=["unknown", "ambiguous", "neither", "both"],
 )
 def test_what_cannot_be_found_is_said(events: Path, arguments: list[str], message: str) -> None:
-    result = run(events, *arguments)
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert message in result.stderr
+    refused(run(events, *arguments), message)
 
 
 def test_hashes_are_shown_as_such_with_the_way_to_text() -> None:
@@ -127,10 +125,8 @@ def test_a_prompt_that_ends_is_shown_as_that() -> None:
 def test_blanks_that_make_the_difference_are_seen() -> None:
     """A lost space, tab or line end is why many prompts diverge."""
     divergence = example_event()["divergence"]
-    sides = {
-        "previous": divergence["previous"] | {"text": "a b\n"},
-        "current": divergence["current"] | {"text": "a  b\t"},
-    }
+    texts = {"previous": "a b\n", "current": "a  b\t"}
+    sides = {name: divergence[name] | {"text": text} for name, text in texts.items()}
     text = shown(example_event(divergence=divergence | sides))
     assert "│a{-·-}b{-↵" in text
     assert "│a{+··+}b{+⇥+}" in text

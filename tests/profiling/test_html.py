@@ -75,12 +75,8 @@ def test_each_plot_has_a_name_a_description_and_its_figures_as_a_table() -> None
     panels = re.findall(r"<section.*?</section>", page(some(), ["events.jsonl"]), re.DOTALL)
     plots = [panel for panel in panels if 'class="plot"' in panel]
     assert len(plots) == 3
-    for plot in plots:
-        assert 'role="img" aria-label="' in plot
-        assert "<title>" in plot
-        assert "<desc>" in plot
-        assert "<table>" in plot
-        assert '<th scope="col"' in plot
+    wanted = 'role="img" aria-label="', "<title>", "<desc>", "<table>", '<th scope="col"'
+    assert [one for plot in plots for one in wanted if one not in plot] == []
 
 
 def test_the_timeline_draws_what_was_cached_lost_and_new() -> None:
@@ -204,13 +200,9 @@ def test_a_browser_shows_the_page_in_light_and_dark(
     backgrounds = set()
     for scheme in (0, 1):
         picture = tmp_path / f"{scheme}.png"
-        console = browse(
-            file,
-            tmp_path,
-            f"--window-size={width},{height}",
-            f"--screenshot={picture}",
-            f"--blink-settings=preferredColorScheme={scheme}",
-        )
+        options = f"--window-size={width},{height} --screenshot={picture}"
+        color = f"--blink-settings=preferredColorScheme={scheme}"
+        console = browse(file, tmp_path, *options.split(), color)
         assert "CONSOLE" not in console, console
         data = picture.read_bytes()
         assert struct.unpack(">II", data[16:24]) == (width, height)

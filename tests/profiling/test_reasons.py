@@ -24,6 +24,22 @@ def place(side: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(side[name] for name in ("message", "role", "part"))
 
 
+def ask(runner: Runner, prompt: Any, count: int = 1, **options: Any) -> Any:
+    """Answer a prompt. Return the last chunk."""
+    return list(runner.generate(prompt, max_tokens=count, **options))[-1]
+
+
+def interrupt(runner: Runner, prompt: list[int], after: int = 0) -> None:
+    """Interrupt a prefill after this number of tokens."""
+
+    def press(done: int, total: int) -> None:
+        if done >= after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ask(runner, prompt, 2, progress=press)
+
+
 def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
     """A remedy is there where there is something to mend."""
     schema = event_schema()
@@ -31,26 +47,23 @@ def test_the_list_is_the_schema_s_and_has_a_sentence_each() -> None:
     assert reason["anyOf"] == [{"enum": sorted(REASONS)}, {"type": "null"}]
     assert part["anyOf"] == [{"enum": sorted(PARTS)}, {"type": "null"}]
     assert all(reason.sentence for reason in REASONS.values())
-    assert [
-        name for name, reason in REASONS.items() if not reason.remedy
-    ] == "empty prompt_shorter interrupted restored side_by_side".split()
+    without = [name for name, reason in REASONS.items() if not reason.remedy]
+    assert without == "empty prompt_shorter interrupted restored side_by_side".split()
 
 
 def test_empty_and_prompt_shorter(events: Path) -> None:
     run("generate", "-p", "Hello!", "--repeat", 2, "--events", events)
     first, second = read_lines(events)
-    assert (first["outcome"], first["reason"], first["run"]) == ("miss", "empty", "cold-miss")
-    assert (second["outcome"], second["reason"]) == ("hit", "prompt_shorter")
-    assert second["run"] == "warm-hit"
-    assert (first["lost_tokens"], second["lost_tokens"]) == (0, 0)
+    has(first, outcome="miss", reason="empty", run="cold-miss", lost_tokens=0)
+    has(second, outcome="hit", reason="prompt_shorter", run="warm-hit", lost_tokens=0)
     assert "the prompt is the beginning of the cached text" in said(events)
 
 
 def test_nothing_lost(events: Path) -> None:
     run("chat", "--events", events, stdin="My name is Ana.\nWhat is my name?\n")
     last = read_lines(events)[-1]
-    assert (last["outcome"], last["reason"], last["divergence"]) == ("hit", None, None)
-    assert (last["command"], last["prompt_kind"], last["messages"]) == ("chat", "messages", 3)
+    has(last, outcome="hit", reason=None, divergence=None)
+    has(last, command="chat", prompt_kind="messages", messages=3)
     assert "nothing was lost" in said(events)
 
 
@@ -121,14 +134,13 @@ def test_model_changed_and_options_changed(events: Path) -> None:
         runner = Runner.load("demo", kv_bits=bits, reserve=False, context=512)
         runner.name = name
         profile.watch(runner)
-        list(runner.generate("My name is Ana.", max_tokens=2))
+        ask(runner, "My name is Ana.", 2)
     profile.finish()
     _, options, model, again = read_lines(events)
-    assert (options["reason"], options["run"]) == ("options_changed", "warm-miss")
-    assert options["evicted_by"] == "kv_bits: None -> 8"
+    has(options, reason="options_changed", run="warm-miss", evicted_by="kv_bits: None -> 8")
     assert options["lost_tokens"] == options["prompt_tokens"] - 1
-    assert (model["reason"], model["evicted_by"]) == ("model_changed", "demo -> other")
-    assert (again["reason"], again["evicted_by"]) == ("options_changed", "loaded again")
+    has(model, reason="model_changed", evicted_by="demo -> other")
+    has(again, reason="options_changed", evicted_by="loaded again")
     assert len({event["fingerprint"] for event in (options, model, again)}) == 1
     explained = Event.of(options).explain()
     assert explained.startswith("the model was loaded again with options that change its ")
@@ -140,20 +152,19 @@ def test_restored(events: Path) -> None:
     """An entry that came from a file; once, and only where nothing else was lost."""
     runner, profile = oracle_runner(), Profile(events=events)
     profile.watch(runner)
-    list(runner.generate([1, 2, 3], max_tokens=2))
+    ask(runner, [1, 2, 3], 2)
     told = list(runner.entry.tokens)
     for prompt in ([*told, 9], [*told, 8, 8], [1, 7]):
         other = oracle_runner()
-        list(other.generate([1, 2, 3], max_tokens=2))
+        ask(other, [1, 2, 3], 2)
         runner.cache.adopt(other.entry.export(), "chat.session")
-        list(runner.generate(prompt, max_tokens=1))
-    list(runner.generate([1, 7, 6], max_tokens=1))
+        ask(runner, prompt)
+    ask(runner, [1, 7, 6])
     _, first, second, parted, last = read_lines(events)
-    assert (first["reason"], first["run"]) == ("restored", "warm-restored")
-    assert first["evicted_by"] == "chat.session"
-    assert second["reason"] == "restored"
-    assert (parted["reason"], parted["run"]) == ("diverged", "warm-restored")
-    assert (last["reason"], last["run"]) == (None, "warm-hit")
+    has(first, reason="restored", run="warm-restored", evicted_by="chat.session")
+    has(second, reason="restored")
+    has(parted, reason="diverged", run="warm-restored")
+    has(last, reason=None, run="warm-hit")
     assert Event.of(first).explain().startswith("the cache came from a file (chat.session)")
 
 
@@ -234,15 +245,9 @@ def test_interrupted() -> None:
     """A prefill that Ctrl-C ends counts what it finished, and nothing else is lost."""
     runner, seen = watched(prefill_step=8)
     prompt = list(range(1, 41))
-
-    def press(done: int, total: int) -> None:
-        if done == 16:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(runner.generate(prompt, max_tokens=2, progress=press))
-    list(runner.generate(prompt, max_tokens=2))
-    list(runner.generate([*prompt[:30], 90, 91], max_tokens=2))
+    interrupt(runner, prompt, 16)
+    ask(runner, prompt, 2)
+    ask(runner, [*prompt[:30], 90, 91], 2)
     stopped, event, later = seen
     has(stopped, finish="interrupted", completion_tokens=0, entry_tokens_after=16)
     has(stopped, evaluated_tokens=16, lost_tokens=0, ttft_s=None, decode_s=None, prefill_s=None)
@@ -298,16 +303,10 @@ def test_interrupted_in_a_terminal(open_screen: Any, events: Path, tmp_path: Pat
 def test_what_an_interrupted_request_lost_is_counted_once() -> None:
     """The rest of an interrupted request is evaluated by the next one and counted once."""
     runner, seen = watched(prefill_step=50, context=2000)
-    list(runner.generate([1] * 1000, max_tokens=1))
+    ask(runner, [1] * 1000)
     prompt = [1] * 500 + [2] * 500
-
-    def press(done: int, total: int) -> None:
-        if done == 550:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(runner.generate(prompt, max_tokens=1, progress=press))
-    list(runner.generate(prompt, max_tokens=1))
+    interrupt(runner, prompt, 550)
+    ask(runner, prompt)
     counts = [(event.reason, event.evaluated_tokens, event.lost_tokens) for event in seen[1:]]
     assert counts == [("diverged", 50, 0), ("interrupted", 450, 0)]
 
@@ -315,17 +314,11 @@ def test_what_an_interrupted_request_lost_is_counted_once() -> None:
 def test_interrupted_before_anything_was_evaluated() -> None:
     """The entry is empty then, and that is why; for another prompt it is just empty."""
     runner = oracle_runner(prefill_step=64)
-    for prompt, reason, lost in (([1, 2, 3, 4], "interrupted", 0), ([5, 6], "empty", 0)):
+    for prompt, reason in (([1, 2, 3, 4], "interrupted"), ([5, 6], "empty")):
         runner.reset()
-
-        def press(done: int, total: int) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            list(runner.generate([1, 2, 3, 4], max_tokens=2, progress=press))
-        usage = list(runner.generate(prompt, max_tokens=2))[-1].usage
-        assert usage is not None
-        assert (usage.reason, usage.cache.lost_tokens) == (reason, lost)
+        interrupt(runner, [1, 2, 3, 4])
+        usage = ask(runner, prompt, 2).usage
+        assert (usage.reason, usage.cache.lost_tokens) == (reason, 0)
 
 
 def test_what_was_evaluated_in_advance_is_no_interrupted_request() -> None:
@@ -333,7 +326,7 @@ def test_what_was_evaluated_in_advance_is_no_interrupted_request() -> None:
     runner, seen = watched(prefill_step=8)
     asked = iter([False, False, True])
     assert 0 < runner.evaluate(list(range(1, 41)), cancelled=lambda: next(asked)) < 40
-    list(runner.generate(list(range(1, 41)), max_tokens=2))
+    ask(runner, list(range(1, 41)), 2)
     (event,) = seen
     has(event, outcome="miss", reason="empty", lost_tokens=0, saved_tokens=0, saved_s=0.0)
     assert event.prefetched_tokens == event.cached_tokens > 0
@@ -387,14 +380,14 @@ def test_what_is_evaluated_in_advance_leaves_the_explanation_to_the_request(is_r
     """In a chat something is evaluated before nearly every turn. Nothing is restored unread."""
     runner, seen = watched()
     other = oracle_runner()
-    list(other.generate([1, 2, 3], max_tokens=2))
+    ask(other, [1, 2, 3], 2)
     told = list(other.entry.tokens)
     runner.cache.adopt(other.entry.export(), "session a")
     if is_read:
         runner.evaluate([*told, 9])
     else:
         runner.reset()
-    list(runner.generate([*told, 9, 8], max_tokens=1))
+    ask(runner, [*told, 9, 8])
     reason, kind = ("restored", "restored") if is_read else ("entry_freed", "miss")
     has(seen[0], reason=reason, run=f"cold-{kind}")
 
@@ -406,9 +399,8 @@ def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing() -> None:
     messages = [{"role": "user", "content": "My name is Ana."}]
     answer = "".join(chunk.text for chunk in runner.generate(messages))
     messages.append({"role": "assistant", "content": answer})
-    runner.evaluate(
-        [*messages, {"role": "user", "content": "I have a parrot and much more to say about it"}]
-    )
+    draft = "I have a parrot and much more to say about it"
+    runner.evaluate([*messages, {"role": "user", "content": draft}])
     list(runner.generate([*messages, {"role": "user", "content": "I have a dog."}]))
     event = seen[1]
     has(event, outcome="hit", reason=None, divergence=None, lost_tokens=0)
@@ -445,9 +437,9 @@ def test_what_was_evaluated_in_advance_for_nothing_may_be_what_freed_the_rest() 
     for kind, budget, reason in (("full", 0, "entry_freed"), ("recurrent", 0, "rewind_limited")):
         runner, seen = watched((kind,), checkpoint_budget=budget)
         prompt = list(range(1, 41))
-        list(runner.generate(prompt, max_tokens=1))
+        ask(runner, prompt)
         runner.evaluate([*prompt[:30], 99])
-        list(runner.generate([*prompt, 98], max_tokens=2))
+        ask(runner, [*prompt, 98], 2)
         event = seen[-1]
         kept = 30 if kind == "full" else 0
         has(event, reason=reason, saved_tokens=kept, missed_tokens=40 - event.cached_tokens)
@@ -457,10 +449,10 @@ def test_what_was_evaluated_in_advance_for_nothing_may_be_what_freed_the_rest() 
 def test_a_reset_after_something_was_evaluated_in_advance_says_what_it_cost() -> None:
     """The tokens of the last request count, not those of the draft."""
     runner, seen = watched()
-    list(runner.generate([1, 2, 3, 4], max_tokens=1))
+    ask(runner, [1, 2, 3, 4])
     runner.evaluate([1, 2, 9, 9])
     runner.reset()
-    list(runner.generate([1, 2, 3, 5], max_tokens=1))
+    ask(runner, [1, 2, 3, 5])
     has(seen[-1], reason="entry_freed", lost_tokens=3, prefetched_tokens=0)
 
 
@@ -469,9 +461,9 @@ def test_a_shift_moves_what_was_evaluated_in_advance_too() -> None:
     runner, seen = Runner.load("demo", reserve=False, context=64), list[Event]()
     Profile(sinks=[seen.append]).watch(runner)
     prompt = list(range(1, 41))
-    list(runner.generate(prompt, max_tokens=1))
+    ask(runner, prompt)
     runner.evaluate([*prompt, *range(101, 121)])
-    list(runner.generate([*prompt, *range(101, 131)], max_tokens=1, overflow="shift", keep=4))
+    ask(runner, [*prompt, *range(101, 131)], overflow="shift", keep=4)
     event = seen[-1]
     assert event.shifted_tokens > 0
     assert event.prefetched_tokens == 20

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.checks import has
+from support.checks import ends, has, refused
 from support.events import afternoon, as_event, example_event
 
 from mlxrunner import cli
@@ -39,23 +39,21 @@ def events(tmp_path: Path) -> Path:
 
 def test_json_is_one_object(events: Path) -> None:
     found = json.loads(run(events, "--json").stdout)
-    assert found["requests"] == 60
-    assert found["files"] == [str(events)]
+    has(found, requests=60, files=[str(events)])
     assert found["hit_rate"] == found["tokens"]["cached"] / found["tokens"]["prompt"]
     assert len(found["costliest"]) == 10
 
 
 def test_a_hit_rate_below_the_wanted_one_is_exit_code_3(events: Path) -> None:
     """The report is printed all the same; the rate itself is enough."""
-    rate = json.loads(run(events, "--json").stdout)["hit_rate"]
-    assert run(events, "--min-hit-rate", str(rate)).exit_code == 0
+    found = json.loads(run(events, "--json").stdout)
+    rate, tokens = found["hit_rate"], found["tokens"]
+    ends(run(events, "--min-hit-rate", str(rate)), 0)
     below = run(events, "--min-hit-rate", str(rate + 0.001))
-    assert below.exit_code == 3
-    found = json.loads(run(events, "--json").stdout)["tokens"]
-    share = f"{found['saved']:,} of {found['prompt']:,}"
-    assert f"mlxrunner: {share} prompt tokens were reused, less than " in below.stderr
+    share = f"{tokens['saved']:,} of {tokens['prompt']:,}"
+    ends(below, 3, f"mlxrunner: {share} prompt tokens were reused, less than ")
     assert "hit rate by token" in below.stdout
-    assert run(events, "--min-hit-rate", "80").exit_code == 2
+    ends(run(events, "--min-hit-rate", "80"), 2)
 
 
 def test_lines_that_cannot_be_read_are_skipped_with_a_count(tmp_path: Path) -> None:
@@ -65,9 +63,8 @@ def test_lines_that_cannot_be_read_are_skipped_with_a_count(tmp_path: Path) -> N
     broken += [json.dumps(good | {"prompt_tokens": -1}).encode(), json.dumps(good).encode()[:-20]]
     file = write(tmp_path / "events.jsonl", good, extra=b"\n".join(broken))
     result = run(file)
-    assert result.exit_code == 0
+    ends(result, 0, "1 of another version")
     assert result.stderr.startswith("mlxrunner: 5 lines were skipped: ")
-    assert "1 of another version" in result.stderr
     found = json.loads(run(file, "--json").stdout)
     assert (found["requests"], found["skipped"]["version"]) == (1, 1)
 
@@ -96,7 +93,7 @@ def test_counts_of_an_earlier_program_are_called_upper_bounds(tmp_path: Path) ->
         (lambda path: path.write_bytes(b"hello\n"), "1 line was skipped: 1 broken or cut off"),
         (
             lambda path: path.write_bytes(b"\x1f\x8b\x08 packed"),
-            "is compressed: unpack it first, gzip -dk",
+            "is compressed: unpack it first, gz",
         ),
     ],
     ids=["missing", "directory", "empty", "no event", "gzip"],
@@ -105,10 +102,8 @@ def test_what_is_no_events_file_is_one_clear_line(tmp_path: Path, make: Any, mes
     path = tmp_path / "events.jsonl"
     make(path)
     result = run(path)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
+    refused(result, message)
     assert str(path) in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 def test_rotated_files_are_read_too_and_none_twice(tmp_path: Path) -> None:
@@ -159,8 +154,7 @@ def test_one_file_for_two_results_is_refused(events: Path, tmp_path: Path, null:
     """By whatever names; a stream takes any number."""
     (tmp_path / "link").symlink_to("result")
     result = run(events, "--csv", tmp_path / "result", "--html", tmp_path / "link")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "mlxrunner: --html and --csv are the same file" in result.stderr
+    refused(result, "mlxrunner: --html and --csv are the same file")
     assert not (tmp_path / "result").exists()
     assert run(events, "--csv", null, "--trace", null).exit_code == 0
 
@@ -193,12 +187,11 @@ def test_a_report_that_is_told_to_end_leaves_nothing_half_written(
     rows = tmp_path / "rows.csv"
     rows.write_text("old")
     code = (
-        "import os, signal, sys\n"
+        "import os, signal\n"
         "from mlxrunner.profiling.report import summary\n"
-        "def told(*given): os.kill(os.getpid(), signal.SIGTERM)\n"
-        "summary.Summary.add = told\n"
-        f"from mlxrunner.cli import main; main(['report', {str(events)!r}, '--csv', "
-        f"{str(rows)!r}])\n"
+        "summary.Summary.add = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "from mlxrunner.cli import main\n"
+        f"main({['report', str(events), '--csv', str(rows)]})\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 143
@@ -218,6 +211,10 @@ def test_help_and_reading_need_no_mlx(command: str) -> None:
 
 
 NOON = int(datetime(2026, 11, 20, 13, tzinfo=UTC).timestamp()) * 10**6
+
+
+def requests_of(*events: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry for entry in trace_of(*events) if entry.get("cat") == "request"]
 
 
 def trace_of(*events: dict[str, Any]) -> list[dict[str, Any]]:
@@ -269,7 +266,7 @@ def test_a_request_that_began_before_the_first_one_lies_before_it() -> None:
     """The shorter request of several is written first, and files may come in any order."""
     late = example_event(time="2026-11-20T13:00:05.000000Z")
     early = example_event(time="2026-11-20T13:00:00.000000Z", total_s=10.0)
-    requests = [entry for entry in trace_of(late, early) if entry.get("cat") == "request"]
+    requests = requests_of(late, early)
     assert [entry["ts"] - NOON for entry in requests] == [5_000_000, 0]
     assert [entry["tid"] for entry in requests] == [1, 2]
 
@@ -281,7 +278,7 @@ def test_requests_that_overlap_get_threads_of_their_own() -> None:
         example_event(time=f"2026-11-20T13:00:0{begin:08.6f}Z", total_s=0.5, spans=[])
         for begin in begins
     ]
-    requests = [entry for entry in trace_of(*events) if entry.get("cat") == "request"]
+    requests = requests_of(*events)
     assert [entry["tid"] for entry in requests] == [1, 2, 3, 1, 2]
     by_thread = defaultdict(list)
     for entry in requests:
@@ -293,8 +290,8 @@ def test_requests_that_overlap_get_threads_of_their_own() -> None:
 @pytest.mark.parametrize("time", ["yesterday", "", "9999-99-99", "2026-11-20T13:00:00"])
 def test_a_time_that_is_none_breaks_nothing(time: str) -> None:
     """The span is there, with the one before it; a time without a zone is UTC."""
-    entries = trace_of(example_event(time="2026-11-20T13:00:00.000000Z"), example_event(time=time))
-    assert [entry["ts"] for entry in entries if entry.get("cat") == "request"] == [NOON, NOON]
+    found = requests_of(example_event(time="2026-11-20T13:00:00.000000Z"), example_event(time=time))
+    assert [entry["ts"] for entry in found] == [NOON, NOON]
 
 
 def test_names_of_a_file_stay_text() -> None:

@@ -6,11 +6,9 @@ import json
 from array import array
 from typing import Any
 
-import jsonschema
 import pytest
 from support.events import afternoon, as_event, example_event, summary_of
 
-from event_schema import event_schema
 from mlxrunner.profiling.report.summary import (
     BINS,
     MOST_PLACES,
@@ -21,13 +19,6 @@ from mlxrunner.profiling.report.summary import (
     by_tokens,
     place_of,
 )
-
-
-def test_made_up_events_are_events() -> None:
-    """By the schema that is shipped: what is proved with them holds for real ones."""
-    validator = jsonschema.Draft202012Validator(event_schema())
-    for event in (example_event(), *afternoon(200)):
-        validator.validate(event)
 
 
 def test_rates_are_of_tokens_and_of_requests() -> None:

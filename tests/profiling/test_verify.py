@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
-from support.checks import raising
+from support.checks import ends, raising
 from support.events import run, summary_of
 from support.models import tiny_config, tiny_model
 
@@ -99,10 +99,8 @@ def test_a_tolerance_that_hides_a_wrong_token_certifies_nothing(
     found = events[-1]["verify"]
     assert (found["equal"], found["wrong_token"], found["first_difference"]) == (None, 4.0, None)
     assert found["tolerance"] >= 4.0
-    assert (
-        "request 2 is not verified: one wrong token makes 4, which is within the tolerance of"
-        in caplog.text
-    )
+    told = "request 2 is not verified: one wrong token makes 4, which is within the tolerance of"
+    assert told in caplog.text
     assert runner.entry.tokens
     summary = summary_of(*events)
     assert (summary.verified, summary.unequal, summary.untested) == (0, 0, 1)
@@ -119,8 +117,9 @@ def test_a_model_that_depends_on_its_chunks_is_not_certified(
     text = "the quick brown fox jumps over the lazy dog " * 2
     for prompt in (text, f"{text}again", f"{text}once more"):
         ask(runner, prompt)
-    assert [event["verify"]["equal"] for event in events if event["verify"]] != []
-    assert True not in [event["verify"]["equal"] for event in events if event["verify"]]
+    found = [event["verify"]["equal"] for event in events if event["verify"]]
+    assert found
+    assert True not in found
 
 
 def spoil(cache: Any) -> None:
@@ -226,23 +225,18 @@ def test_strict_raises_at_the_end_and_only_then() -> None:
 
 
 def test_a_share_out_of_range_is_said_before_loading(tmp_path: Path) -> None:
-    with pytest.raises(
-        OptionError, match=r"verify_cache: 1.5 is out of range, it has to be between 0 and 1"
-    ):
+    wrong = r"verify_cache: 1.5 is out of range, it has to be between 0 and 1"
+    with pytest.raises(OptionError, match=wrong):
         Profile(verify=1.5)
+    same = ["--events", str(tmp_path / "f"), "--metrics", str(tmp_path / "f")]
     for arguments, message in (
-        (["--verify-cache", "2"], "mlxrunner: verify_cache: 2.0 is out of range"),
-        (
-            ["--n", "2", "--verify-cache", "1"],
-            "mlxrunner: --verify-cache runs one request at a time",
-        ),
-        (["--verify-strict"], "mlxrunner: --verify-strict needs --verify-cache RATE"),
-        (["--log-text"], "mlxrunner: --log-text says what --events writes"),
-        (
-            ["--events", str(tmp_path / "f"), "--metrics", str(tmp_path / "f")],
-            "mlxrunner: --events and --metrics are the same file",
-        ),
-        (["--events", str(tmp_path)], f"mlxrunner: {tmp_path}: can't be written: Is a directory"),
+        (["--verify-cache", "2"], "verify_cache: 2.0 is out of range"),
+        (["--n", "2", "--verify-cache", "1"], "--verify-cache runs one request at a time"),
+        (["--verify-strict"], "--verify-strict needs --verify-cache RATE"),
+        (["--log-text"], "--log-text says what --events writes"),
+        (same, "--events and --metrics are the same file"),
+        (["--events", str(tmp_path)], f"{tmp_path}: can't be written: Is a directory"),
     ):
         result = CliRunner().invoke(cli.main, ["generate", "-p", "x", "-m", "nowhere", *arguments])
-        assert (result.exit_code, result.stderr.startswith(message)) == (2, True), result.stderr
+        ends(result, 2)
+        assert result.stderr.startswith(f"mlxrunner: {message}")
