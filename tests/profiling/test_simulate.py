@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from support.checks import ends, has, read_lines, write_lines
+from support.checks import ends, has, read_lines, refused, write_lines
 from support.engine import SEED_TOKENS, Engine, after_each_chunk
 from support.models import tiny_config, tiny_model
 
@@ -102,9 +102,8 @@ def converse(
         if kind == "interrupt":
             _interrupted(runner, prompt, rng.randint(1, 2), monkeypatch)
         length = rng.choice([1, 2, 10, 40])
-        chunks = runner.generate(
-            prompt, max_tokens=length, stop_tokens=[], overflow="shift", keep=8
-        )
+        options: dict[str, Any] = {"max_tokens": length, "stop_tokens": [], "keep": 8}
+        chunks = runner.generate(prompt, overflow="shift", **options)
         pairs = zip(chunks, range(rng.choice([3, 100])), strict=False)
         answer = [chunk.token for chunk, _ in pairs]
         chunks.close()  # type: ignore[attr-defined]
@@ -366,9 +365,7 @@ def test_a_log_without_anything_to_replay_is_one_clear_line(tmp_path: Path) -> N
         file = tmp_path / "log.jsonl"
         if content is not None:
             file.write_bytes(content)
-        result = run(file)
-        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-        assert message in result.stderr
+        refused(run(file), message)
 
 
 NONSENSE: list[dict[str, Any]] = [
@@ -384,11 +381,8 @@ def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]
     """Zero steps, broken layers, or an older log without layers: counted, never a crash."""
     lines = read_lines(log)
     write_lines(log, (line | (changes if line["kind"] == "process" else {}) for line in lines))
-    is_older = changes == {"layers": []}
-    message = (
-        "of parallel requests, which have no cache of their own" if is_older else "no requests"
-    )
-    ends(run(log), 2, message)
+    older = "of parallel requests, which have no cache of their own"
+    ends(run(log), 2, older if changes == {"layers": []} else "no requests")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss"])
