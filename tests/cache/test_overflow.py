@@ -228,6 +228,7 @@ def test_no_checkpoint_outlives_the_tokens_that_were_moved(
     assert {8, 16, 24, 32} <= {item.offset for item in runner.entry.checkpoints}
     runner.complete(history, **over(4, 12, logprobs=0))
     assert runner.shifted_tokens == 30
+    assert not {8, 16, 24} & {item.offset for item in runner.entry.checkpoints}
     prompt = [*runner.entry.tokens[:split], 280, 281]
     warm, cold = (one.complete(prompt, max_tokens=4, **asked) for one in (runner, one_window()))
     assert_alike(warm, cold)
