@@ -44,6 +44,8 @@ CONNECT_S = 10
 """Seconds in which a scheduler has to answer."""
 LOOK_EVERY_S = 0.5
 """Seconds between two looks at the workers."""
+ENDING_LOOKS = 50
+"""Looks, 0.1 s apart, at workers that are killed."""
 LOST_S = 30
 """Seconds without an answer of the scheduler after which the cluster is given up."""
 CONNECTION_LOST = "the connection to the scheduler of the cluster is lost"
@@ -233,7 +235,8 @@ def opened_dask(options: ClusterOptions) -> Iterator[DaskWorkers]:
     try:
         workers, close = opened.result()
     except BaseException:
-        _kill_children(others)
+        opened.cancel()
+        _kill_children(others, thread)
         raise
     try:
         yield workers
@@ -242,14 +245,21 @@ def opened_dask(options: ClusterOptions) -> Iterator[DaskWorkers]:
         try:
             thread.join()
         except BaseException:
-            _kill_children(others)
+            _kill_children(others, thread)
             raise
 
 
-def _kill_children(others: Set[BaseProcess]) -> None:
-    """Kill all children but `others`: they are deaf to what ends them at exit."""
-    for one in set(active_children()) - others:
-        one.kill()
+def _kill_children(others: Set[BaseProcess], thread: threading.Thread) -> None:
+    """Kill all children but `others` until the `thread` that starts them has ended, or too long.
+
+    They are deaf to what ends them at exit. One that is still starting then prints a traceback.
+    """
+    for _ in range(ENDING_LOOKS):
+        for one in set(active_children()) - others:
+            one.kill()
+        thread.join(0.1)
+        if not thread.is_alive():
+            return
 
 
 @contextmanager
@@ -276,7 +286,9 @@ async def _serve(
     try:
         async with AsyncExitStack() as stack:
             where = options.check_address(options.dask) if options.dask is not None else None
-            local = await _local_cluster(stack, options.workers or 1) if where is None else None
+            local = None
+            if where is None:
+                local = await _local_cluster(stack, options.workers or 1, opened.cancelled)
             try:
                 client = Client(
                     where or local,
@@ -298,7 +310,9 @@ async def _serve(
             opened.set_exception(error)
 
 
-async def _local_cluster(stack: AsyncExitStack, workers: int) -> Any:
+async def _local_cluster(
+    stack: AsyncExitStack, workers: int, is_given_up: Callable[[], bool]
+) -> Any:
     """Return a new cluster on this machine, which is started again if a worker ends meanwhile."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlxrunner-"))
     for left in reversed(range(MOST_STARTS)):
@@ -320,7 +334,7 @@ async def _local_cluster(stack: AsyncExitStack, workers: int) -> Any:
         except Exception as error:
             with suppress(Exception):
                 await local.close()
-            if not left:
+            if not left or is_given_up():
                 raise CutOffError(f"the workers did not start: {one_line(str(error))}") from error
     raise AssertionError  # the last start raises
 
