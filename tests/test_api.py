@@ -146,6 +146,7 @@ runner.complete("a", max_tokens="5")  # type: ignore[arg-type]
 """
 
 
+@pytest.mark.exhaustive(0)
 def test_a_typed_program_with_the_messages_of_openai_passes_mypy(tmp_path: Path) -> None:
     """Text parts, tool calls and their results; an ignore that nothing needs would be an error."""
     file = tmp_path / "program.py"

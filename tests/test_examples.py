@@ -67,6 +67,7 @@ def test_a_batch_labels_a_table(programs: Path) -> None:
     assert run("sh", EXAMPLES / "label_csv.sh", table) == printed
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("choices", [["--choices", "yes,no"], []], ids=["choices", "free"])
 def test_questions_about_a_document_evaluate_it_once(programs: Path, choices: list[str]) -> None:
     (programs / "book.txt").write_text("The river is wide. " * 60)
@@ -84,6 +85,7 @@ def test_a_script_without_arguments_says_which_it_takes(name: str) -> None:
     assert f": give a {'model' if name.startswith('claude') else 'table'}: sh" in done.stderr
 
 
+@pytest.mark.exhaustive(0)
 def test_claude_code_is_started_on_a_server_of_its_own(
     programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +113,7 @@ def server(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         process.communicate()
 
 
+@pytest.mark.exhaustive(0)
 def test_a_home_is_told_what_to_do(server: None) -> None:
     """Each answer has the form, and the second reuses the instructions."""
     text = run(sys.executable, EXAMPLES / "home_assistant.py", stdin="Light on\nOpen the door\n")

@@ -26,6 +26,7 @@ def again(*arguments: object) -> Result:
     return run("in.jsonl", "-o", WHOLE, "--no-usage", "--resume", *arguments)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("output_order", ["input", "done"])
 def test_what_is_left_is_run_and_what_is_there_is_not(output_order: str) -> None:
     """The store has the answers; the file equals that of an unbroken run in the same order."""
@@ -226,6 +227,7 @@ def test_an_error_before_the_first_answer_leaves_nothing_behind() -> None:
     assert os.listdir() == ["in.jsonl"]
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("limit", [30_000, 200], ids=["the store", "the output"])
 def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(limit: int) -> None:
     """Wherever it is met; the run goes on when there is room."""

@@ -16,7 +16,7 @@ from support.command import in_shell
 pytestmark = pytest.mark.usefixtures("folder")
 
 
-@pytest.mark.exhaustive(2)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

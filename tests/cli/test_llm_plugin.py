@@ -86,6 +86,7 @@ def cached(usage: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.exhaustive(0)
 def test_a_prompt_is_answered_with_its_usage(run: Llm) -> None:
     """The answer on stdout, and the counts that `llm -u` shows; the log has both."""
     result = run.start("-m", "mlxrunner/demo", "My name is Ana. What is my name?", "-u")

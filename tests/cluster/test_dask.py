@@ -98,6 +98,7 @@ def victim(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[signal.Si
     return choose
 
 
+@pytest.mark.exhaustive(0)
 def test_the_answers_are_those_of_one_process(cluster: Any) -> None:
     """Greedy and seeded lines have the same bytes, and both workers did a part."""
     expected = unbroken()
@@ -131,6 +132,7 @@ def test_a_killed_worker_costs_its_unfinished_lines(
     assert OUT.read_bytes() == unbroken()
 
 
+@pytest.mark.exhaustive(0)
 def test_a_stopped_worker_costs_its_unfinished_lines(
     cluster: Any, victim: Callable[[signal.Signals], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +171,7 @@ def assert_goes_on(cluster: Any) -> None:
     assert OUT.read_bytes() == unbroken()
 
 
+@pytest.mark.exhaustive(0)
 def test_a_killed_driver_goes_on_with_resume(cluster: Any) -> None:
     """It is killed when it has stored answers, and before it can store all of them."""
     waits = "flush(self); open('waits', 'w').close(); time.sleep(3600)"
@@ -233,6 +236,7 @@ def test_local_workers_that_dask_gave_up_come_back(
     assert OUT.read_bytes() == unbroken()
 
 
+@pytest.mark.exhaustive(0)
 def test_local_workers_that_end_while_they_start_are_given_up(
     folder: Path,
     at_third_line: Callable[[Callable[[Any], None]], None],
@@ -263,6 +267,7 @@ def test_local_workers_that_end_while_they_start_are_given_up(
         assert store.counts.done < MANY
 
 
+@pytest.mark.exhaustive(0)
 def test_local_workers_that_do_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = dask_workers.worker_settings()
     monkeypatch.setattr(dask_workers, "worker_settings", lambda: settings | {"no_such": 1})

@@ -63,6 +63,7 @@ def text_of(found: LineReply) -> str:
     return found.outcome.result.text
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("is_under_way", [False, True], ids=["before it runs", "while it runs"])
 def test_a_line_that_comes_again_is_answered_once_to_both(
     opened: Callable[[], WorkerSession], store: Store, is_under_way: bool

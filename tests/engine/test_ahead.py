@@ -40,6 +40,7 @@ def answers(name: str) -> tuple[list[list[tuple[int | None, float | None]]], lis
     return said, passes
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("name", KINDS)
 def test_tokens_ahead_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt beside an answer, from the beginning and behind a prefix, on all kinds of layers."""
@@ -56,6 +57,7 @@ def test_tokens_ahead_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatc
         np.testing.assert_allclose(logprobs[:, 0], logprobs[:, 1], atol=1e-3)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
 def test_no_buffer_is_copied(name: str) -> None:
     """The cells of a layer take more memory than all else that a step computes."""

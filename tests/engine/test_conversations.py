@@ -18,6 +18,7 @@ def llama() -> Parts:
     return tiny_parts("llama", max_position_embeddings=8192)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_interleaved_conversations_reuse_what_they_share(llama: Parts, slots: int) -> None:
     """More conversations than slots: what is given up comes back, and no request fails."""

@@ -127,7 +127,7 @@ KINDS = ["llama", "gemma3_text", "qwen3_next", "lfm2", "mamba2"]
 """Full attention, windows, states and convolutions beside attention, and nothing but states."""
 
 
-@pytest.mark.exhaustive(2, "gemma3_text-itself", "lfm2-fails")
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize(
     ("name", "who"),
     [*((name, "itself") for name in KINDS), ("qwen3_next", "other"), ("lfm2", "fails")],
@@ -170,6 +170,7 @@ def answers(count: int, seats: DraftCachePool | None, **options: Any) -> tuple[l
         return runner.run(texts(count), **given), runner.steps
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("count", [1, MOST_ANSWERS])
 @pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "seed": 3, "top_k": 30}])
 def test_few_answers_take_fewer_steps(count: int, way: dict[str, Any]) -> None:
@@ -242,6 +243,7 @@ def test_an_answer_beyond_the_draft_models_context_goes_on_without() -> None:
     assert seats._holder(0) is None
 
 
+@pytest.mark.exhaustive(0)
 def test_a_draft_model_is_planned_and_reserved_at_start() -> None:
     """Its bytes are not among those of the cells, and its entries are there from the start."""
     asked = OpenSettings(max_sequences=8, context=256)
@@ -276,6 +278,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.exhaustive(0)
 def test_each_model_of_a_server_has_a_draft_model_if_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,6 +28,7 @@ def is_consistent(runner: Engine) -> bool:
     )
 
 
+@pytest.mark.exhaustive(0)
 def test_ctrl_c_while_a_model_is_adapted_or_given_back_leaves_it_as_it_was(llama: Parts) -> None:
     """At any line of the constructor; at any line of `close`, which can be called again."""
     model = llama[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import mlx.core as mx
+import pytest
 from support.conversations import Trace, play
 from support.engine import Engine
 from support.histories import tiny_parts
@@ -13,6 +14,7 @@ from support.sample import fewer
 from mlxrunner.cache.disk.disk_cache import DiskCache
 
 
+@pytest.mark.exhaustive(0)
 def test_memory_is_flat() -> None:
     """MLX's memory and the objects of Python, after many requests and after five times as many."""
     requests = fewer(100, 30)

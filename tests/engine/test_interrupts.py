@@ -61,6 +61,7 @@ def assert_all_is_well(runner: Engine, kinds: list[str], where: Any, **options: 
     assert not runner.used_bytes, where
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.usefixtures("proved_once")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("kinds", [["full", "sliding"], ["recurrent", "full"]], ids="+".join)
@@ -79,6 +80,7 @@ def test_ctrl_c_at_any_line_leaves_a_runner_that_answers_as_if_cold(
             assert_all_is_well(runner, kinds, line, **options)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.usefixtures("proved_once")
 @pytest.mark.parametrize("kinds", [["full", "sliding"], ["recurrent", "full"]], ids="+".join)
 def test_a_second_ctrl_c_while_the_first_is_mended(kinds: list[str]) -> None:

@@ -33,6 +33,7 @@ def loaded(name: str, folder: Path) -> LoadedModel:
     return LoadedModel(name, folder, model, tokenizer, facts, config)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
 def test_conversations_stay_within_the_budget(name: str, tmp_path: Path) -> None:
     """All bytes at the end of each request, within 2 %; none fails, and nothing else is needed."""

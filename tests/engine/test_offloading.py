@@ -96,6 +96,7 @@ def has_task(handle: EngineHandle) -> bool:
     return request_of(handle).offload_task is not None
 
 
+@pytest.mark.exhaustive(0)
 def test_an_answer_goes_on_while_conversations_are_parked_and_come_back(talks: Talks) -> None:
     """A conversation takes as many steps as it has pieces, and each is one of the answer, too.
 

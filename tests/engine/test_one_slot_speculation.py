@@ -138,7 +138,7 @@ def test_logits_behind_a_wrong_guess_may_be_anything() -> None:
         for ending in ((1, 3, 25, 29), (2, 24, 27, 41))[number % 2]
     ],
 )
-@pytest.mark.exhaustive(8)
+@pytest.mark.exhaustive(0)
 def test_an_answer_may_end_anywhere_in_an_accepted_run(name: str, ending: int) -> None:
     """The entry is the same after `max_tokens` and after a close, and so is what comes next.
 
@@ -244,6 +244,7 @@ def test_a_shift_comes_where_it_comes_without_guesses(name: str) -> None:
     assert found[0][2][-1] > 0
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("kinds", [["chunked"], ["chunked", "sliding"], ["full", "chunked"]])
 def test_the_entry_goes_back_as_far_as_without_guesses(kinds: list[str]) -> None:
     """A pass of several rows drops the tokens of an earlier chunk later than single ones do."""

@@ -16,6 +16,7 @@ from mlxrunner.cache.entry import as_tokens
 SETTINGS = {"context": 400, "prefill_step": 32, "checkpoint_budget": 10**6}
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3", "mamba2"])
 def test_five_conversations_take_turns_in_two_slots(tmp_path: Path, name: str) -> None:
     """Answers are those of `Runner`, and each turn finds all of its conversation.

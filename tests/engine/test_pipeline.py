@@ -58,6 +58,7 @@ def test_what_was_finished_before_it_was_cancelled_stays(mix: Mix, chunks: int) 
     assert tokens(runner, prompt) == cold(mix.kinds, prompt)
 
 
+@pytest.mark.exhaustive(0)
 @mixes
 def test_typing_and_deleting_leaves_an_exact_entry(mix: Mix) -> None:
     """Typed and deleted texts, cancelled at random moments, leave an exact entry for the turn."""

@@ -52,7 +52,7 @@ ENDS = {
 }
 
 
-@pytest.mark.exhaustive(2)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("end", ENDS)
 def test_an_open_runner_lets_the_interpreter_end(end: str) -> None:
     """Requests run; nothing hangs, crashes or is said."""
@@ -118,7 +118,7 @@ WAITS = {
 }
 
 
-@pytest.mark.exhaustive(2)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("wait", WAITS)
 def test_an_interrupt_ends_the_waiting_at_once(wait: str) -> None:
     """While a step hangs; the runner can be used afterwards."""

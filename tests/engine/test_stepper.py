@@ -62,7 +62,7 @@ def some_prompts(seed: int, count: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.exhaustive(8)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize(
     "worth", [0, WORTH_SPLITTING, float("inf")], ids=["in parts", "as chosen", "at once"]
 )

@@ -520,6 +520,7 @@ def test_a_request_that_never_fits_is_refused_at_once(llama: Any) -> None:
         assert len(second.result().tokens) == len(first.result().tokens) == 40
 
 
+@pytest.mark.exhaustive(0)
 def test_streams_of_asyncio_get_the_answers_of_a_runner_alone(llama: Any) -> None:
     """Forty tasks run on one loop, beside a thread that submits, too."""
     rng = random.Random(3)

@@ -328,6 +328,7 @@ def test_the_command_line_fails_with_the_table_unless_told_not_to_reserve(
 # A step that shrinks.
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("context", [1024, None], ids=["asked for", "the model's own"])
 def test_the_prefill_step_shrinks_so_that_the_context_fits(
     folder: Path,
@@ -354,6 +355,7 @@ def test_the_prefill_step_shrinks_so_that_the_context_fits(
 SEVERAL: dict[str, Any] = {"max_sequences": 2, "kv_cache_tokens": 1024}
 
 
+@pytest.mark.exhaustive(0)
 def test_the_step_of_several_requests_shrinks_too(
     folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -367,6 +369,7 @@ def test_the_step_of_several_requests_shrinks_too(
     assert "prefill step: " in caplog.text
 
 
+@pytest.mark.exhaustive(0)
 def test_the_step_of_several_requests_shrinks_if_it_takes_more_than_was_estimated(
     folder: Path,
     offer: Callable[[int], None],
@@ -392,6 +395,7 @@ def test_the_step_of_several_requests_shrinks_if_it_takes_more_than_was_estimate
         Engine.load(str(folder), **SEVERAL)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("kind", ["full", "sliding"])
 def test_steps_of_several_requests_take_no_more_than_was_measured(folder: Path, kind: str) -> None:
     """Full slots, prompts that share a part, and cells that are scattered by many answers."""
@@ -427,6 +431,7 @@ def test_a_request_reserves_for_its_prompt_and_answer_alone(
     assert runner.entry.nbytes == caches(plan_model(str(folder), 256))  # 42, rounded up
 
 
+@pytest.mark.exhaustive(0)
 def test_a_request_that_does_not_fit_is_refused_before_it_runs(
     folder: Path, offer: Callable[[int], None]
 ) -> None:
@@ -448,6 +453,7 @@ def test_a_request_that_does_not_fit_is_refused_before_it_runs(
     assert runner.entry.is_true
 
 
+@pytest.mark.exhaustive(0)
 def test_a_request_shrinks_its_own_step(
     folder: Path, offer: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -335,6 +335,7 @@ def test_weights_in_other_files_are_another_model(
         checked_folder(str(other), part, expected)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("way", ["--pipeline", "--tensor-parallel"])
 def test_launch_downloads_a_model(way: str, model_hub: Any, source: Path, tmp_path: Path) -> None:
     """The ranks of one machine take turns; the answer is that of one process."""

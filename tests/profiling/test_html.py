@@ -189,6 +189,7 @@ def test_marks_differ_without_colours() -> None:
     assert len(set(re.findall(r' d="([^"]*)"', drawn))) == 2
 
 
+@pytest.mark.exhaustive(0)
 @needs_chromium
 @pytest.mark.parametrize(("width", "height"), [(1600, 2300), (500, 900)], ids=["desktop", "phone"])
 def test_a_browser_shows_the_page_in_light_and_dark(

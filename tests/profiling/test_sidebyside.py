@@ -305,7 +305,7 @@ def conversations(
     ],
     ids=["plenty", "little memory", "little memory and disk"],
 )
-@pytest.mark.exhaustive(1, "little memory")
+@pytest.mark.exhaustive(0)
 def test_what_other_slots_reuse_of_conversations_is_predicted(
     tmp_path: Path, memory: int | None, park_bytes: int, counts: list[int]
 ) -> None:
@@ -325,6 +325,7 @@ def test_what_other_slots_reuse_of_conversations_is_predicted(
         assert abs(cached - real.reused) <= real.prompt / 100, slots
 
 
+@pytest.mark.exhaustive(0)
 def test_events_say_what_was_parked_and_what_came_back(tmp_path: Path) -> None:
     """Each event has its request's number, the conversation that it took the place of, and more."""
     played = conversations(tmp_path / "log", 2)

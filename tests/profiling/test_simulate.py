@@ -153,7 +153,7 @@ def tiny_runner(architecture: str, **options: Any) -> Runner:
     return Runner(model, ByteTokenizer(), facts_of(model, config), **{**SMALL, **options})
 
 
-@pytest.mark.exhaustive(3)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_replay_agrees_with_the_runner_on_real_architectures(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +181,7 @@ def test_a_replay_agrees_whatever_the_budget_for_checkpoints(
     assert_agrees(converse(runner, tmp_path / "log", "+".join(kinds) + str(budget), monkeypatch))
 
 
-@pytest.mark.exhaustive(2)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "oracle"])
 def test_a_replay_agrees_in_a_full_context(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -385,6 +385,7 @@ def test_a_log_that_makes_no_sense_is_refused(log: Path, changes: dict[str, Any]
     ends(run(log), 2, older if changes == {"layers": []} else "no requests")
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss"])
 def test_requests_side_by_side_of_older_logs_are_replayed_one_at_a_time(
     architecture: str, tmp_path: Path

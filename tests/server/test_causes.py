@@ -366,6 +366,7 @@ def plain(one: Talk) -> Talk:
     return replace(one, messages=[{k: m[k] for k in ("role", "content")} for m in one.messages])
 
 
+@pytest.mark.exhaustive(0)
 @of_each_family
 def test_an_injected_cause_has_its_name_its_message_and_its_counts(runner: Ideal) -> None:
     """Name and message in 98 of 100 conversations; the counts always."""

@@ -376,6 +376,7 @@ async def test_a_part_of_a_body_is_held_until_its_client_leaves() -> None:
     assert (sent, guard.bodies.held) == ([], 0)
 
 
+@pytest.mark.exhaustive(0)
 def test_a_body_that_does_not_come() -> None:
     """A client that stalls is told so, and keeps nothing busy."""
     with served(AccessRules(most_seconds=0.2)) as url, connected(url) as slow:
@@ -582,6 +583,7 @@ main()
 """A server whose limit falls to 60 files with the first connection."""
 
 
+@pytest.mark.exhaustive(0)
 def test_more_connections_than_files() -> None:
     """One line names the limit and the remedy. Connections that are open, and later ones, are
     answered, though the first answer imports modules, and reading the page starts a thread.

@@ -307,7 +307,7 @@ def send(making: Making) -> Iterator[Send]:
     deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-@pytest.mark.exhaustive(2)
+@pytest.mark.exhaustive(0)
 def test_no_history_ends_a_session(
     name: str, data: st.DataObject, send: Send, making: Making
 ) -> None:

@@ -33,6 +33,7 @@ def left(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     return process.returncode, said.decode()
 
 
+@pytest.mark.exhaustive(0)
 def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
     """SIGTERM lets a running stream end, parks what is idle, and the next server finds it.
 
@@ -93,6 +94,7 @@ def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
         assert left(server.process)[0] == 0
 
 
+@pytest.mark.exhaustive(0)
 def test_answers_are_stored_as_the_model_wrote_them() -> None:
     """They are there after kill -9, in the folder of the conversations, for this user alone."""
     with program("demo") as server:
@@ -104,6 +106,7 @@ def test_answers_are_stored_as_the_model_wrote_them() -> None:
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in stored)
 
 
+@pytest.mark.exhaustive(0)
 def test_a_stream_that_takes_longer_than_the_drain(model: Path) -> None:
     """It ends with an error that says why, and the server ends in order."""
     with program(str(model), "--no-disk-cache", "--set", "drain=0") as server:
@@ -137,6 +140,7 @@ main()
 """
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("at", ["START", "END"])
 def test_a_signal_beside_the_event_loop(model: Path, number: signal.Signals, at: str) -> None:
@@ -172,6 +176,7 @@ main()
 """
 
 
+@pytest.mark.exhaustive(0)
 def test_a_stop_while_a_model_is_loaded(model: Path) -> None:
     """The server does not wait for it, and ends in order."""
     with (

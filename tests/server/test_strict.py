@@ -389,6 +389,7 @@ def test_a_capable_model_answers_as_it_would(method: str) -> None:
     assert structured("actor", opening, method) == found
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_the_demo_model_comes_to_an_end(method: str) -> None:
     """It ends no text of JSON by itself, so the schema has to bound each."""

@@ -299,6 +299,7 @@ main()
 """
 
 
+@pytest.mark.exhaustive(0)
 def test_a_request_that_aborts_each_step_is_refused_and_costs_nobody_else(model: Path) -> None:
     """The client asks again by itself; another one's conversation goes on where it was."""
     with program(str(model), code=DYING) as server:
@@ -399,6 +400,7 @@ def test_libraries_ask_again_by_themselves(
         assert {path.name for path in tmp_path.iterdir()} >= {"first", "second", "third"}
 
 
+@pytest.mark.exhaustive(0)
 def test_a_worker_whose_parent_has_died_before_it_looked_ends() -> None:
     """It is no server of its own, which nobody could stop."""
     told = run_program(
@@ -409,6 +411,7 @@ def test_a_worker_whose_parent_has_died_before_it_looked_ends() -> None:
     assert (told.returncode, told.stdout, told.stderr) == (128 + signal.SIGTERM, b"", b"")
 
 
+@pytest.mark.exhaustive(0)
 def test_a_worker_ends_with_its_parent(model: Path) -> None:
     """Also while it loads; its conversations are on disk."""
     with program(str(model)) as server:

@@ -133,6 +133,7 @@ def run(data: Path, arguments: list[str], lines: str = "") -> str:
     return said
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize(
     "change", [change_text, change_bytes, change_header, change_size], ids=lambda one: one.__name__
 )

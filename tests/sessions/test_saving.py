@@ -47,6 +47,7 @@ def test_an_interrupt_while_reading_costs_nothing(
     assert last(restored, [*said, 5]).cached_tokens == len(said)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize(
     "kinds", [["full", "full"], ["sliding", "recurrent", "chunked"]], ids=lambda kinds: kinds[0]
 )
@@ -74,6 +75,7 @@ def test_ctrl_c_at_any_line_of_a_restore_costs_nothing(saver: Make, kinds: list[
         assert answer(restored, [*said, 5], 3) == cold, line
 
 
+@pytest.mark.exhaustive(0)
 def test_ctrl_c_at_any_line_of_a_save_loses_nothing(saver: Make, store: SessionStore) -> None:
     """Text and caches are whole, old or new, and the session is unlocked and usable."""
     kinds = ["full", "sliding", "recurrent"]

@@ -49,6 +49,7 @@ def is_gone(pid: int) -> bool:
     return found.stdout.strip()[:1] in ("", "Z")
 
 
+@pytest.mark.exhaustive(0)
 def test_a_large_process_is_no_reason_to_end_its_child() -> None:
     """Linux counts the most memory of a process from that of the one that has started it."""
     program = f"""

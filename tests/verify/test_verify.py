@@ -75,7 +75,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxrunner.cache.entry.SPACING", 20)
 
 
-@pytest.mark.exhaustive(3)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kind_of_layer_passes(architecture: str, tmp_path: Path) -> None:
     """Every row is there, and tested where the model can do what it is about."""
@@ -89,6 +89,7 @@ def test_every_kind_of_layer_passes(architecture: str, tmp_path: Path) -> None:
 NO_REWIND = "edit an early token,edit a middle token,edit the last token,regenerate"
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize(
     ("kinds", "untested"),
     [

@@ -56,7 +56,7 @@ DAMAGES = CONTENTS | KINDS
 
 @pytest.mark.parametrize("when", ["before it is opened", "while it is open"])
 @pytest.mark.parametrize("what", DAMAGES)
-@pytest.mark.exhaustive(6)
+@pytest.mark.exhaustive(0)
 def test_damage_costs_a_cold_evaluation(
     make_parking: Make, what: str, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,6 +40,7 @@ def sizes_of(make_parking: Make, counts: list[int]) -> list[int]:
     return [b - a for a, b in pairwise(sizes)]
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("kinds", [["full", "full"], ["full", "sliding", "recurrent"]])
 def test_the_disk_holds_no_more_than_the_limit(make_parking: Make, kinds: list[str]) -> None:
     """Through turns, forks and edits of many conversations; answers stay right."""

@@ -110,6 +110,7 @@ def test_warm_equals_cold_for_every_split_after_every_end(mix: Any, end: Any) ->
     test_warm_equals_cold.test_warm_equals_cold_for_every_split_after_every_end(mix, end)
 
 
+@pytest.mark.exhaustive(0)
 @mixes
 def test_ctrl_c_at_any_line_leaves_a_true_entry(mix: Any) -> None:
     """Those of the new file included."""

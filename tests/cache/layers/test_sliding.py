@@ -203,6 +203,7 @@ actions = st.one_of(
 )
 
 
+@pytest.mark.exhaustive(0)
 @few_steps
 @examples(300)
 @given(

@@ -110,6 +110,7 @@ def test_every_value_keeps_its_cells(window: str, seed: int) -> None:
         assert are_equal(contents(pool), cells)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_an_interrupt_at_any_line_changes_no_value(window: str) -> None:
     """The arrays are in order at the next call."""

@@ -155,6 +155,7 @@ def test_attention_in_parts_is_that_of_the_mask(
         assert mx.abs(ours - expected).max().item() < 1e-5
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("window", SIGHTS, ids=str)
 @examples(60)
 @given(st.randoms())

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.chats import CHAT, CTRL_C
 
 from mlxrunner.chat.repl import commands
@@ -73,6 +74,7 @@ def test_going_back_says_what_is_reused(open_screen: Any) -> None:
     assert screen.say("What is my name?") != "Your name is Ana."
 
 
+@pytest.mark.exhaustive(0)
 def test_every_command_works_in_a_terminal(open_screen: Any, tmp_path: Path) -> None:
     """Every command works typed one after the other, and a new one has to be typed here too."""
     (tmp_path / "note.txt").write_text("My cat is Tom.")

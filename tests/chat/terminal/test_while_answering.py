@@ -14,6 +14,7 @@ import pytest
 from support.chats import CTRL_C, PASTE, PASTED, SLOW, answering, marks_pastes
 
 
+@pytest.mark.exhaustive(0)
 def test_ctrl_c_at_twenty_random_moments_leaves_an_exact_conversation(
     open_screen: Any, tmp_path: Path
 ) -> None:

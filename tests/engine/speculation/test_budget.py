@@ -101,7 +101,7 @@ def test_a_source_that_is_trusted_and_always_wrong_costs_no_more_than_the_budget
 
 @pytest.mark.parametrize("slope", SLOPES)
 @pytest.mark.parametrize("kinds", [["full"], ["sliding", "full"], ["recurrent", "full"]])
-@pytest.mark.exhaustive(6)
+@pytest.mark.exhaustive(0)
 def test_an_answer_whose_guesses_all_fail_takes_as_long_as_a_plain_one(
     monkeypatch: pytest.MonkeyPatch, kinds: list[str], slope: float
 ) -> None:

@@ -63,7 +63,7 @@ async def test_a_queue_that_is_full(folder: Path) -> None:
     ],
     ids=["too long", "far too long", "unknown", "known", "option", "path", "tools"],
 )
-@pytest.mark.exhaustive(6)
+@pytest.mark.exhaustive(0)
 async def test_refusals(folder: Path, one: ServerRequest, status: int, words: str) -> None:
     """They have a status and a sentence with both values, and leave the manager as it was."""
 

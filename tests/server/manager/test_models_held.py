@@ -133,6 +133,7 @@ async def test_a_stop_does_not_wait_for_a_model_that_is_loaded(folder: Path) -> 
         await reached(lambda: not has_work())
 
 
+@pytest.mark.exhaustive(0)
 async def test_a_model_that_can_not_be_watched(folder: Path) -> None:
     """It is refused with the reason and not held; the next request tries again."""
     opened_ones = list[ParallelRunner]()
@@ -154,6 +155,7 @@ async def test_a_model_that_can_not_be_watched(folder: Path) -> None:
     await manager.close()
 
 
+@pytest.mark.exhaustive(0)
 async def test_a_model_that_is_loaded_again_is_recorded_once(folder: Path, tmp_path: Path) -> None:
     """The files of its first time are closed, and both times are in the record."""
     record = RequestLog(tmp_path / "events.jsonl")
@@ -169,6 +171,7 @@ async def test_a_model_that_is_loaded_again_is_recorded_once(folder: Path, tmp_p
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.exhaustive(0)
 async def test_keep_alive(folder: Path) -> None:
     """0 unloads a model after its answer; a negative number keeps it, and so does None."""
 
@@ -198,6 +201,7 @@ async def test_cards_of_names(folder: Path) -> None:
         assert raised.value.status == 404
 
 
+@pytest.mark.exhaustive(0)
 async def test_a_house_that_is_closed(folder: Path) -> None:
     """It takes no request, and running ones end with a reason."""
 
@@ -219,6 +223,7 @@ async def test_a_house_that_is_closed(folder: Path) -> None:
 CONTEXT = 500
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next", "jamba"])
 @pytest.mark.parametrize("budget", [None, 200_000], ids=["usual", "given"])
 def test_a_model_finds_room_in_its_least(kind: str, budget: int | None, tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def _opened(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image", "image": base64.b64decode(part["image"].rpartition(",")[2])}
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_conversations_go_on_after_a_restart(
     slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +144,7 @@ async def test_conversations_go_on_after_a_restart(
                     talk += [{"role": "assistant", "content": text}, question]
 
 
-@pytest.mark.exhaustive(2)
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
@@ -180,6 +181,7 @@ async def test_random_conversations_are_answered_as_cold(
             assert held_in(manager).loaded.model.sight.encoded <= len(FILES)
 
 
+@pytest.mark.exhaustive(0)
 async def test_a_changed_picture_is_named(tmp_path: Path) -> None:
     """The response names message and picture, and so does the event."""
     events = tmp_path / "events.jsonl"
@@ -201,6 +203,7 @@ async def test_a_changed_picture_is_named(tmp_path: Path) -> None:
     assert '"picture":2' in last
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -272,6 +275,7 @@ async def test_a_file_in_the_folder_is_the_same_picture(tmp_path: Path) -> None:
             await events_of(manager, request(by_url(missing)))
 
 
+@pytest.mark.exhaustive(0)
 async def test_without_the_option_the_remedy_is_named() -> None:
     """The model is loaded for text then."""
 
@@ -282,6 +286,7 @@ async def test_without_the_option_the_remedy_is_named() -> None:
         await events_of(manager, request([{"role": "user", "content": QUESTIONS[0]}]))
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("pictures", [True, False])
 async def test_the_list_of_models_says_which_see(pictures: bool) -> None:
     """It does so before they are loaded, because clients read it when they start."""

@@ -34,6 +34,7 @@ async def tokens_of(reader: ChunkReader, seconds: float) -> list[int | None]:
         await asyncio.sleep(0)
 
 
+@pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("is_whole", [False, True], ids=["stream", "whole"])
 def test_answers_are_those_of_a_runner_alone(llama: Any, *, is_whole: bool) -> None:
     """Twenty readers on one loop; beats come at any time, and take nothing away."""
