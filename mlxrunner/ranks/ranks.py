@@ -81,7 +81,8 @@ def join(hosts: Hosts, rank: int) -> mx.distributed.Group:
         file.write(hosts.ring.encode())
         file.seek(0)
         of_mlx = {"MLX_RANK": str(rank), "MLX_HOSTFILE": f"/dev/fd/{file.fileno()}"}
-        os.environ |= of_mlx
+        environ = os.environ
+        environ |= of_mlx
         try:
             with _bounded():
                 return mx.distributed.init(strict=True, backend="ring")
@@ -93,7 +94,7 @@ def join(hosts: Hosts, rank: int) -> mx.distributed.Group:
             ) from error
         finally:
             for name in of_mlx:
-                os.environ.pop(name, None)
+                environ.pop(name, None)
 
 
 def _bind_advice(hosts: Hosts, rank: int) -> str:
