@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pexpect
 import pyte
@@ -68,6 +69,22 @@ class Screen:
     def prompt(self) -> Screen:
         """Until a new, empty prompt is the last line."""
         return self.until(lambda: self.lines[-1:] == [">>>"])
+
+    def idle(self) -> Screen:
+        """Until no thread of the program ran or wanted to in several looks, where Linux says so.
+
+        It has then evaluated what precedes the next text.
+        """
+        tasks, looks = Path(f"/proc/{self.child.pid}/task"), 0
+
+        def rests() -> bool:
+            nonlocal looks
+            with suppress(OSError):  # a thread may end meanwhile
+                states = {one.read_text().rpartition(")")[2][1] for one in tasks.glob("*/stat")}
+                looks = 0 if "R" in states else looks + 1
+            return looks > 5
+
+        return self.until(rests)
 
     def say(self, text: str) -> str:
         """Type a line, Enter; returns the lines between it and the next prompt."""

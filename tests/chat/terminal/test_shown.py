@@ -47,7 +47,7 @@ def test_plain_answers_without_work_ahead(open_screen: Any) -> None:
     """`--plain` without type-ahead gives the same answers and evaluates what precedes a text."""
     screen = open_screen(*CHAT, "--plain", "--set", "no_type_ahead=true")
     assert screen.say("My name is Ana.") == "Nice to meet you."
-    assert screen.say("What is my name?") == "Your name is Ana."
+    assert screen.prompt().idle().say("What is my name?") == "Your name is Ana."
     assert "34 cached (5 of them while you read and typed), 0 missed" in screen.say("/stats")
     assert screen.leave() == 0
 
@@ -99,7 +99,7 @@ def test_thinking_is_shown_hidden_and_switched_off(open_screen: Any, tmp_path: P
     assert screen.say("/think hide") == "thinking is hidden; it is the template's default"
     assert screen.say("Is it?") == "So it is."
     assert screen.say("/think off") == "thinking is hidden; it is off"
-    assert screen.say("Is it?") == "At once."
+    assert screen.prompt().idle().say("Is it?") == "At once."
     stats = screen.say("/stats")
     assert "drift from the template: none" in stats
     assert re.search(r"\d+ cached \(\d+ of them while you read and typed\)", stats)
