@@ -302,7 +302,7 @@ def _reason(error: OSError) -> str:
 
 MOST_CHATS = 20
 """Most chats without a name that are kept."""
-_NAME = re.compile(r"unnamed-\d{8}-\d{6}-[0-9a-f]{4}")
+_NAME = re.compile(r"unnamed-\d{8}-\d{6}-(?:[0-9a-f]{4}){1,2}")
 
 
 def is_unnamed(name: str) -> bool:
@@ -311,8 +311,8 @@ def is_unnamed(name: str) -> bool:
 
 
 def new_name() -> str:
-    """Return a name for a chat that begins now."""
-    return f"unnamed-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    """Return a name for a chat that begins now, which no other chat of the same second gets."""
+    return f"unnamed-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
 
 
 def unnamed_chats(store: SessionStore) -> list[str]:
