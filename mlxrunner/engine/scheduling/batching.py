@@ -351,7 +351,8 @@ class DraftScheduler:
         """Return how many tokens may be drafted behind the current one of `request`.
 
         A draft ends where its claim of cells, its context or its answer does, and where a
-        checkpoint is due.
+        checkpoint is due. The tokens that are undone with a wrong guess end before that offset, so
+        the pass that evaluates them again does not cross it.
         """
         here, lease = request.place + request.waiting, request.lease
         end = min(request.claimed, request.context)
@@ -540,21 +541,6 @@ class BatchExecutor:
         if request.drafting is not None:
             request.drafting.evaluated_again(count)
         request.checkpoint_if_due()
-
-    def run_pending(self, request: ActiveRequest) -> None:
-        """Run tokens that were undone with wrong guesses where the next pass may not cross.
-
-        That is an offset where a checkpoint is due, or the end of a full context.
-        """
-        if request.waiting < 2 or request.left or request.draft:
-            return
-        end, lease = request.context, request.lease
-        if lease.needs_checkpoints:
-            end = min(end, lease.checkpoint_due)
-        if request.place + request.waiting - 1 >= end:
-            pending = request.said[request.run : -1]
-            self.run(request, pending)
-            request.run += len(pending)
 
     def finish(self, request: ActiveRequest) -> None:
         """Leave the entry of the only request as it is without drafts.

@@ -218,7 +218,6 @@ class Scheduler:
             return
         before, self._pending = self._pending, None
         try:
-            self._passes.run_pending(request)
             self._assigner.make_room_for(self.requests)
         except Exception as error:
             self._fail_alone(request, None, error)
