@@ -546,7 +546,7 @@ class Runner(OneSlot):
     @property
     def entry(self) -> CacheEntry:
         """The entry as it is between requests."""
-        self.owner.check()
+        self._enter()
         return self._cache.current
 
     def reset(self) -> None:

@@ -235,8 +235,12 @@ def _chosen(store: SessionStore, name: str, branch: str | None, state: int | Non
 def _described(store: SessionStore, name: str, session: Session) -> dict[str, Any]:
     from datetime import datetime
 
+    from mlxrunner.sessions.session import LATEST
+
     text_bytes, cache_bytes = store.nbytes(name)
-    saved = datetime.fromtimestamp(session.saved_at).strftime("%Y-%m-%d %H:%M")
+    # A file that was edited does not say when it was saved.
+    at = session.saved_at or min(max(store.saved_ns(name) / 1e9, 0), LATEST)
+    saved = datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M")
     turns, tokens = len(session.history.turns), len(session.history.rendering.tokens)
     return {
         "name": name,

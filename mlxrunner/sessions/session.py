@@ -331,7 +331,8 @@ class Session:
             raise SessionError(f"is damaged: {error}") from error
         if read.schema != SCHEMA:
             raise SessionError(
-                f"was written in format {read.schema}, and this version reads format {SCHEMA}"
+                f"was written in format {read.schema}, and this version reads format {SCHEMA}: "
+                "update mlxrunner"
             )
         for name in read.branches:
             if name.split() != [name]:

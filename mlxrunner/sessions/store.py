@@ -255,14 +255,16 @@ def _read(folder: Folder, name: str, file: str) -> Session:
         with os.fdopen(fd, "rb") as stream:
             nbytes = os.fstat(fd).st_size
             text = stream.read(MOST_TEXT) if nbytes <= MOST_TEXT else b""
+    called = f"the session {name!r} ({folder.path / file})"
+    remedy = f"restore that file, or remove the session: `mlxrunner sessions rm {name}`"
     if nbytes > MOST_TEXT:
         raise SessionError(
-            f"the session {name!r} is too large: {nbytes} of at most {MOST_TEXT} bytes"
+            f"{called} is too large: {nbytes} of at most {MOST_TEXT} bytes; {remedy}"
         )
     try:
         return Session.from_json(text)
     except SessionError as error:
-        raise SessionError(f"the session {name!r} ({folder.path / file}) {error}") from error
+        raise SessionError(f"{called} {error}; {remedy}") from error
 
 
 def _write(folder: Folder, name: str, file: str, session: Session) -> None:

@@ -12,7 +12,16 @@ from zlib import crc32
 import mlx.core as mx
 import pytest
 from support.prompts import PROMPT
-from support.reused import Mix, cold, interrupted_twice, is_consistent, mixes, tokens, usage_of
+from support.reused import (
+    Mix,
+    cold,
+    interrupted_twice,
+    is_consistent,
+    mixes,
+    repeating_runner,
+    tokens,
+    usage_of,
+)
 from support.sample import fewer
 
 from mlxrunner import Runner
@@ -134,6 +143,19 @@ def test_an_answer_that_another_thread_drops_leaves_a_true_entry(mix: Mix) -> No
         thread.join()
         assert tokens(runner, follow_up) == cold(mix.kinds, follow_up)
         assert is_consistent(runner)
+
+
+def test_an_answer_that_another_thread_drops_behind_guesses_shows_a_true_entry() -> None:
+    """The entry is settled before anyone looks at it, also while a pass with guesses runs."""
+    for read in range(14, 20):
+        runner = repeating_runner(["full", "full"])
+        held = [runner.generate([*range(1, 30)] * 2, max_tokens=40, speculate="lookup")]
+        for _ in range(read):
+            next(held[0])
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        assert is_consistent(runner), read
 
 
 def test_ctrl_c_at_any_line_of_a_close_keeps_nobody_out() -> None:

@@ -73,6 +73,16 @@ def test_list_and_show() -> None:
     assert as_json["messages"][0]["content"] == "My name is Ana."
 
 
+def test_a_session_that_was_edited_is_as_old_as_its_file(data: Path) -> None:
+    """Its text is used, and what it says of its saving is not."""
+    talk("zor", ZORBLIN)
+    file = data / "sessions" / "zor" / TEXT
+    file.write_text(file.read_text().replace(ZORBLIN, "My name is Bo."))
+    for seconds, year in ((1.1e9, "2004"), (1e10, "2096")):
+        os.utime(file, (seconds, seconds))
+        assert json.loads(sessions("list", "--json").stdout)[0]["saved"].startswith(year)
+
+
 @pytest.mark.parametrize("name", ["zor", "n" * 28, "n" * 41])
 def test_a_session_is_one_line_of_a_terminal(name: str, tmp_path: Path) -> None:
     """The model is shortened and the least important columns go; a pipe gets everything."""

@@ -168,7 +168,7 @@ WRONG_TEXTS += [f'{{"schema": {value}}}' for value in ("1", "2", "NaN", "9" * 10
 def test_a_text_that_is_none_of_ours_is_one_line(store: SessionStore, text: str) -> None:
     store.save("one", session())
     (store.folder / "one" / TEXT).write_bytes(text.encode("latin-1"))
-    with pytest.raises(SessionError) as caught:
+    with pytest.raises(SessionError, match="`mlxrunner sessions rm one`") as caught:
         store.load("one")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
