@@ -288,6 +288,8 @@ class PromptAccount:
     """The displaced tokens, by their places in the prompt and in all tokens of `earlier`."""
     is_restarted: bool = False
     """True if the process that evaluated the missed tokens has ended."""
+    is_beside: bool = False
+    """True if requests that ran at the same time evaluated most of the missed tokens."""
     is_bounded: bool = False
     """True if the prefix index has reached its bound, so that more may be new than is."""
 
@@ -362,8 +364,8 @@ class TokenAccounting:
         request, account.reached = account.request, reached
         prompt = request.tokens
         others = (min(shared, one.reached) for one, shared in account.running)
-        known = max(account.known, known, max(others, default=0))
-        known = max(cached, min(known, len(prompt) - 1))
+        before = max(account.known, known, cached)
+        known = max(cached, min(max([before, *others]), len(prompt) - 1))
         marks = request.fingerprints[:reached]
         if reached == len(prompt) and len(answer):
             more, _ = self.index.fingerprints(answer, reached, request.total)
@@ -380,6 +382,7 @@ class TokenAccounting:
             shared,
             moved,
             account.is_restarted,
+            known - before > before - cached,
             self.index.has_forgotten,
         )
 
@@ -774,21 +777,30 @@ class Lookup:
         is_whole = self.reused == min(self.prompt_tokens - 1, self.entry_tokens)
         return "hit" if is_whole and not missed else "partial"
 
-    def reason_for(self, missed: int, known_reason: str, *, is_restarted: bool) -> str | None:
-        """Return the reason for not reusing more, once it is known that `missed` tokens could be.
+    def reason_for(self, account: PromptAccount, known_reason: str) -> str | None:
+        """Return the reason for not reusing more, once it is known that missed tokens could be.
 
-        `known_reason`: the caller's reason for that, or "". `is_restarted`: the process that had
-        evaluated them has ended.
+        `known_reason`: the caller's reason for that, or "".
         """
-        if not missed or self.reason in _OWN_REASONS:
+        if not account.missed or self.reason in _OWN_REASONS:
             return self.reason
-        if known_reason or missed < FEW:
-            return known_reason or self.reason
-        return "restarted" if is_restarted else "evicted"
+        if known_reason:
+            return known_reason
+        if account.is_beside and account.missed > account.displaced:
+            return "side_by_side"
+        if are_few(account.missed, self.cached):
+            return self.reason
+        return "restarted" if account.is_restarted else "evicted"
 
 
-FEW = 8
-"""Tokens of a prefix that are too few to bring anything back for them."""
+def are_few(missed: int, cached: int) -> bool:
+    """Return True if missed tokens are too few to be read from disk, beside the cached ones.
+
+    What is read is the whole prefix, of which 32 tokens take as long as evaluating one, or less.
+    """
+    return missed < max(8, (cached + missed) // 32)
+
+
 _OWN_REASONS = (
     "rewind_limited",
     "entry_freed",

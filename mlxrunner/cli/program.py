@@ -321,10 +321,9 @@ def reworded(error: click.UsageError) -> click.UsageError:
                 return click.UsageError(f"Missing {name}: {MEANINGS[name]}.", ctx=error.ctx)
         case click.BadParameter():
             return _with_our_number(error)
-        case click.UsageError(ctx=click.Context(info_name="chat")):
-            if "extra argument" in error.message:
-                hint = "mlxrunner run MODEL PROMPT answers one prompt."
-                return click.UsageError(f"{error.message}. {hint}", ctx=error.ctx)
+        case click.UsageError(ctx=click.Context(info_name=name)) if "extra arg" in error.message:
+            hint = ". mlxrunner run MODEL PROMPT answers one prompt." if name == "chat" else ""
+            return click.UsageError(visible_text(error.message) + hint, ctx=error.ctx)
     return error
 
 

@@ -560,9 +560,7 @@ class ActiveRequest(Request):
             "shifted_tokens": self.shifted,
             "reevaluated_tokens": self.reevaluated,
             "outcome": found.outcome(missed),
-            "reason": found.reason_for(
-                missed, earlier.reason if earlier else "", is_restarted=account.is_restarted
-            ),
+            "reason": found.reason_for(account, earlier.reason if earlier else ""),
             "trim_limited_by": found.limited_by,
             "checkpoint": found.checkpoint,
             "evicted_by": found.evicted_by,

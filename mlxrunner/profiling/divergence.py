@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from mlxrunner.cache.account import FEW, WINDOW, Lookup, PromptAccount
+from mlxrunner.cache.account import WINDOW, Lookup, PromptAccount, are_few
 from mlxrunner.cache.entry import FIRST_OF_PICTURES, TokenArray
 from mlxrunner.profiling.schema import NOTHING, REASONS, Divergence, SharedTokens, Side
-from mlxrunner.results import Usage
+from mlxrunner.results import CAUSED_BY_CLIENT, Usage
 from mlxrunner.templates.messages import (
     PICTURE,
     SYSTEM_ROLES,
@@ -306,11 +306,13 @@ def first_difference(prompt: PromptRecord, other: PromptRecord) -> int:
 def cause_of(prompt: PromptRecord, old: PromptRecord | None, usage: Usage) -> Cause | None:
     """Return the cause for which a prompt reused less than it could; None if there is none.
 
-    `old`: the earlier request of its conversation. A prompt of which no token is missed or
-    displaced has at most a cause against which nothing is to be done.
+    `old`: the earlier request of its conversation. A prompt of which no token is displaced, and few
+    are missed, has at most a cause against which nothing is to be done.
     """
     found = None if usage.outcome == "hit" else _cause_of(prompt, old, usage)
-    is_cheap = not (usage.missed_tokens or usage.displaced_tokens)
+    is_few = are_few(usage.missed_tokens, usage.cached_tokens) or usage.reason == "side_by_side"
+    is_passing = usage.reason in (None, "evicted", "side_by_side", *CAUSED_BY_CLIENT)
+    is_cheap = not usage.displaced_tokens and ((is_few and is_passing) or not usage.missed_tokens)
     if found is not None and is_cheap and not found.remedy.startswith(NOTHING):
         return None
     if found is not None and found.name == "first-request" and usage.missed_tokens:
@@ -422,9 +424,11 @@ def _grown(prompt: PromptRecord, old: PromptRecord, usage: Usage) -> Cause | Non
 
 def _of_program(usage: Usage) -> Cause | None:
     """Return the cause of a loss that is not the client's; None if nothing can be done about it."""
-    if usage.reason is None or usage.reason not in REASONS or usage.reason == "diverged":
+    if usage.reason is None or usage.reason not in REASONS:
         return None
-    if usage.reason == "evicted" and usage.missed_tokens < FEW:
+    if usage.reason in ("diverged", "side_by_side"):
+        return None
+    if usage.reason == "evicted" and are_few(usage.missed_tokens, usage.cached_tokens):
         return None
     reason = REASONS[usage.reason]
     text = reason.remedy or reason.sentence

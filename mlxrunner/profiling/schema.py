@@ -88,7 +88,7 @@ _ALL = (
     Reason("restored", "the cache came from a file"),
     Reason(
         "restarted",
-        "the program was started again, and the disk cache does not hold the prompt",
+        "the program or the model was started again, and the disk cache does not hold the prompt",
         "a disk cache that is large enough (--disk-cache-bytes, no --no-disk-cache), in Python one "
         "that is kept (disk_cache_dir)",
     ),
@@ -111,7 +111,7 @@ _ALL = (
     ),
     Reason(
         "side_by_side",
-        "parallel lines evaluated the same few tokens instead of waiting for each other",
+        "parallel requests evaluated the same few tokens instead of waiting for each other",
     ),
 )
 PARTING = ("diverged", "no_common_token", "rewind_limited")
@@ -207,7 +207,7 @@ def explain_reuse(found: Mapping[str, Any], where: str = "") -> str:
     if missed or displaced:
         counts += f", {found['new_tokens']:,} new"
     if found["reason"] is None and not displaced:
-        return f"nothing was lost: {counts}"
+        return f"{'few tokens were evaluated again' if missed else 'nothing was lost'}: {counts}"
     if found["reason"] is None:
         return f"text moved behind a change{f' at {where}' if where else ''}; {counts}"
     if found["reason"] in PARTING and not (missed or displaced):

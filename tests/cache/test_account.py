@@ -106,6 +106,28 @@ def test_a_prefix_that_another_request_evaluates_is_missed_if_it_gets_there() ->
         assert accounting.end(second, 0, 0, 600, as_tokens([])).missed == missed
 
 
+def test_what_runs_beside_a_prompt_is_no_eviction() -> None:
+    """A request that begins later finds it evaluated, so that something gave it up."""
+    accounting = TokenAccounting()
+    first, second = (accounting.begin(as_tokens(OLD)) for _ in range(2))
+    accounting.end(first, 0, 0, 600, as_tokens([]))
+    later = accounting.begin(as_tokens(OLD))
+    found, tokens = Lookup(600, 900, 550, 550, "diverged"), as_tokens([])
+    for opened, reason in ((second, "side_by_side"), (later, "evicted")):
+        account = accounting.end(opened, 550, 550, 600, tokens)
+        assert (account.missed, found.reason_for(account, "")) == (49, reason)
+        assert found.reason_for(account, "line_failed") == "line_failed"
+
+
+@pytest.mark.parametrize(("missed", "is_few"), [(7, True), (8, False), (30, True), (31, False)])
+def test_few_missed_tokens_are_not_told_as_lost(missed: int, is_few: bool) -> None:
+    """The disk cache may hold them: reading the long prefix again would take longer."""
+    cached = 100 if missed < 10 else 1000 - missed
+    account = PromptAccount(missed, is_restarted=True)
+    found = Lookup(1001, 1500, cached, cached, "diverged")
+    assert found.reason_for(account, "") == ("diverged" if is_few else "restarted")
+
+
 def test_memory_is_bounded() -> None:
     """Many long conversations: the oldest are forgotten, the newest are compared with."""
     accounting = TokenAccounting()

@@ -108,6 +108,15 @@ def test_a_name_cannot_forge_a_line_of_an_error(name: str) -> None:
         assert not {"\x1b", "\u200b"} & set(result.stderr)
 
 
+def test_a_word_too_many_does_not_control_the_terminal() -> None:
+    """A shell writes the names of files in the place of a star."""
+    for words in (["doctor"], ["chat", "demo"], ["show", "demo"], ["explain", "a", "b"]):
+        result = run(*words, "\x1b[2J\u202e")
+        assert result.exit_code == 2
+        assert not {"\x1b", "\u202e"} & set(result.stderr)
+        assert r"(\x1b[2J\u202e)" in result.stderr
+
+
 @pytest.mark.parametrize(("told", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
 def test_an_interrupt_that_python_wraps_is_one_all_the_same(
     told: BaseException, code: int, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from support.models import write_model
 from event_schema import event_schema
 from mlxrunner import cli
 from mlxrunner.profiling.profile import Profile
-from mlxrunner.profiling.schema import PARTS, REASONS, Event
+from mlxrunner.profiling.schema import PARTS, REASONS, Event, explain_reuse
 from mlxrunner.runner import Runner
 from mlxrunner.testing import oracle_runner
 
@@ -65,6 +65,16 @@ def test_nothing_lost(events: Path) -> None:
     has(last, outcome="hit", reason=None, divergence=None)
     has(last, command="chat", prompt_kind="messages", messages=3)
     assert "nothing was lost" in said(events)
+
+
+@pytest.mark.parametrize(
+    ("missed", "words"), [(0, "nothing was lost: "), (1, "few tokens were evaluated again: ")]
+)
+def test_missed_tokens_without_a_reason_are_not_nothing(missed: int, words: str) -> None:
+    counts = dict.fromkeys(("prefetched_tokens", "displaced_tokens"), 0) | {"new_tokens": 1}
+    counts |= {"prompt_tokens": 2 + missed, "cached_tokens": 1, "missed_tokens": missed}
+    told = explain_reuse(counts | {"reason": None, "evicted_by": None})
+    assert told.startswith(words)
 
 
 def test_diverged(events: Path) -> None:

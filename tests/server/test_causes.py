@@ -417,6 +417,36 @@ def test_what_the_program_lost_is_missed(runner: Ideal, reason: str) -> None:
     assert (usage.displaced_tokens, cause and cause.name) == (0, reason)
 
 
+@pytest.mark.parametrize(
+    ("missed", "reason", "name"),
+    [
+        (6, "diverged", None),
+        (6, "evicted", None),
+        (15, "side_by_side", None),
+        (60, "evicted", "message-dropped"),
+    ],
+)
+def test_a_few_missed_tokens_are_no_fault_of_the_client(
+    runner: Ideal, order: random.Random, missed: int, reason: str, name: str | None
+) -> None:
+    """The client has left a message out, and no token is displaced by that."""
+    old = plain(talk(order))
+    asked = [one.asked() for one in (old, dropped(old, order)[0])]
+    before, after = (prompt_record(one, runner.builder.make(one)) for one in asked)
+    usage = usage_of(
+        prompt_tokens=100,
+        cached_tokens=99 - missed,
+        missed_tokens=missed,
+        displaced_tokens=0,
+        new_tokens=1,
+        lost_tokens=missed,
+        outcome="partial",
+        reason=reason,
+    )
+    cause = divergence.cause_of(after, before, usage)
+    assert (cause and cause.name) == name
+
+
 SYSTEMS = ("You answer questions about birds.", "Translate into Greek:", "Be brief, and rhyme.")
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import pairwise, permutations
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from mlxrunner.cache.account import Evicted, LostTokens, TokenAccounting
+from mlxrunner.cache.account import Evicted, LostTokens, TokenAccounting, are_few
 from mlxrunner.cache.entry import (
     CacheEntry,
     GreedyDual,
@@ -44,12 +44,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOSSES = 4
 """Losses of tokens to remember for each slot, so that a later lookup can explain them."""
-WORTH_RESTORING = 8
-"""Fewest tokens that make reading a conversation from disk worthwhile."""
 IN_ONE_PIECE = 512
 """Most tokens that are written without a pause."""
-RESTORING = 32
-"""Tokens that are restored in the time in which one is evaluated, or more."""
 
 
 class OffloadTarget(Protocol):
@@ -209,8 +205,7 @@ class EvictionPolicy:
         if found is None:
             return None
         parked, count = found
-        least = max(WORTH_RESTORING, count // RESTORING)
-        return (parked, count) if count >= ready + least else None
+        return None if are_few(count - ready, ready) else (parked, count)
 
     def read(self, parked: Any, count: int) -> SavedEntry:
         """Return the first `count` tokens of `parked`, which stay on disk until they are read."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from mlxrunner.cache.account import FEW
+from mlxrunner.cache.account import are_few
 from mlxrunner.profiling.schema import (
     BATCH,
     HABITS,
@@ -504,7 +504,7 @@ def blame_of(event: Event, kind: Kind) -> tuple[str, str, str]:
     if kind == "missed":
         reason = event.reason or "unknown"
         sentence = REASONS[reason].sentence if reason in REASONS else ""
-        is_few = reason == "evicted" and event.missed_tokens < FEW
+        is_few = reason == "evicted" and are_few(event.missed_tokens, event.cached_tokens)
         is_own = not is_few and reason not in CAUSED_BY_CLIENT
         has_one = event.max_sequences == 1
         return reason, sentence, remedy(event.reason, has_one_entry=has_one) if is_own else ""
