@@ -337,7 +337,12 @@ def check(
         expected.text,
         expected.finish_reason,
     ), said
-    assert got.usage.cache.shifted_tokens == expected.usage.cache.shifted_tokens, said
+    shifted, its = (one.usage.cache.shifted_tokens for one in (got, expected))
+    # A step with guesses is read before the next one: where its last token stops the answer and
+    # fills the context, no shift makes room for what would have followed.
+    is_full = len(prompt) + len(got.tokens) - 1 - shifted == context
+    is_spared = got.usage.draft_passes > 0 and got.finish_reason == "stop" and is_full
+    assert shifted == its or (is_spared and shifted < its), said
 
 
 class CheckedHistory(History):

@@ -385,7 +385,7 @@ class SlidingWindowCache(ArrayCache):
     @property
     def used_bytes(self) -> int:
         stored = self._stored
-        return 0 if stored is None else self.nbytes * stored.rows // stored.room
+        return self.nbytes * stored.rows // stored.room if stored and stored.rows else 0
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """Return the mask of the next chunk of `n` tokens. Models call it before they write."""
@@ -457,7 +457,7 @@ class SlidingWindowCache(ArrayCache):
         self._stored = self._filled(keys, values, keys.shape[2], following)
 
     def layouts(self) -> list[Layout]:
-        row_bytes = self.nbytes // self._stored.room if self._stored else 0
+        row_bytes = self.nbytes // max(self._stored.room, 1) if self._stored else 0
         most = Window.sized(self.window, self.slack).room
         return [Layout(self.kind, row_bytes, most, checkpoint_rows=self.window - 1)]
 
@@ -472,7 +472,7 @@ class SlidingWindowCache(ArrayCache):
     def snapshot(self) -> Snapshot:
         """Copy the window before the next token, at most `window - 1` rows."""
         stored, seen = self._stored, self._seen()
-        if stored is None or seen == 0:
+        if stored is None or self.offset == 0:
             return Snapshot(None, 0)
         tail = slice(stored.rows - seen, stored.rows)
         keys = contiguous(stored.keys[..., tail, :])
