@@ -103,7 +103,7 @@ def batched(runner: Runner, prompts: Prompts, length: int) -> tuple[Answers, int
 
 
 class TextlessDecoder(SameDecoder):
-    """mlx-lm's batches need a text in the end; what it costs is no part of this comparison."""
+    """mlx-lm's batches need a text in the end; what it costs is not a part of this comparison."""
 
     def decode(self, tokens: list[int]) -> str:
         return ""

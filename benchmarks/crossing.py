@@ -3,7 +3,7 @@
 PYTHONPATH=tests python benchmarks/crossing.py [--quick]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it). A model with random float32
-weights gets a picture that fills its four tiles, and a question behind it. "mlx-vlm" is what its
+weights gets a picture that fills its four tiles, and a question after it. "mlx-vlm" is what its
 `generate` calls for each token: the layers make keys and values of the picture again. Both answer
 in turns in one process, and the answers have to be equal. A picture has 6404 rows, as in Llama 3.2
 Vision.
@@ -43,7 +43,7 @@ def widened() -> None:
 def theirs(
     model: Any, prompt: list[int], inputs: dict[str, mx.array], count: int
 ) -> tuple[Any, float]:
-    """Return the greedy answer of mlx-vlm, and the seconds of each token behind the first."""
+    """Return the greedy answer of mlx-vlm, and the seconds of each token after the first."""
     from mlx_vlm.models.cache import make_prompt_cache
 
     language = model.language_model

@@ -2,7 +2,7 @@
 
 python benchmarks/cutting.py [--quick] [--read]
 
-A made-up batch of 10 million lines: 100,000 documents of 500 to 3,000 tokens behind a system prompt
+A made-up batch of 10 million lines: 100,000 documents of 500 to 3,000 tokens after a system prompt
 of 200, 100 questions on each, and answers of 64 tokens; and as many questions on a single document.
 Only the cut is measured: the lines are numbers, as they are when a batch has been read and sorted.
 --read also measures how long a store of as many shuffled lines is read for the cut: 40 tokens each,

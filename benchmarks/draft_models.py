@@ -2,7 +2,7 @@
 
 python benchmarks/draft_models.py [--size MILLIONS] [--rounds N]
 
-The model is a random Llama whose layers behind the second one add a share to the outcome; the draft
+The model is a random Llama whose layers after the second one add a share to the outcome; the draft
 model is its first two layers. The smaller the share, the more often its guesses are right. Sides
 take turns: --speculate off, and auto.
 """

@@ -118,7 +118,7 @@ class Killer:
             self._note("killed a worker")
 
     def _stop(self, worker: int) -> None:
-        """Stop a worker for a while, and let it go on."""
+        """Stop a worker for a while, and let it continue."""
         os.kill(worker, signal.SIGSTOP)
         self._note("stopped a worker")
         time.sleep(self._pause)

@@ -4,7 +4,7 @@ PYTHONPATH=tests python benchmarks/parking.py [--behind] [--quick]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. A
 random float32 Llama evaluates a prompt once; its entry is parked, first whole, then with a turn
-behind it. Then, in turns, a fresh runner restores it: "cold disk": the files were dropped from the
+after it. Then, in turns, a fresh runner restores it: "cold disk": the files were dropped from the
 page cache first, where the system lets us. 3 % of the evaluation are 33 times. The tokens of its
 answer have to be those of the runner that never left. "find" is asked among 1,000 conversations of
 10,000 tokens, of which the half share 3,000 tokens with the prompt. --behind: 16 clients hold
@@ -167,7 +167,7 @@ def finding(conversations: int, length: int) -> list[float]:
 
 
 def behind(kind: str, turns: int, clients: int = 16) -> str:
-    """Let clients talk with a model of a kind, and return what was written behind their turns."""
+    """Let clients talk with a model of a kind, and return what was written after their turns."""
     written, delays, wrote = Counter[str](), list[float](), PieceFile.write
 
     class Delays(logging.Handler):

@@ -8,7 +8,7 @@ opens the session and reads it for its first turn (the file is in the page cache
 chat was left a moment ago; "cold disk": it was dropped from there first, where the system lets us).
 5 % of the evaluation are 20 times. The next turn's tokens have to be those of the runner that never
 left. "saving" is what the chat waits for after a turn: the text on the disk and a copy of the
-caches; "writing" is what the thread behind it takes.
+caches; "writing" is what the thread after it takes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Saved:
 
 
 def measured(saved: Saved, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds by name. Stop the program if a restored session goes on otherwise."""
+    """Return the seconds by name. Stop the program if a restored session continues otherwise."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for name, took in zip(("saving", "writing"), saved.save("whole"), strict=True):

@@ -3,7 +3,7 @@
 python benchmarks/speculation.py [--size MILLIONS] [--rounds N] [--drafts]
 
 With --drafts: a draft model, here and in mlx-lm's own speculative_generate_step, on a random Llama
-whose layers behind the second one add a share to the outcome; the draft model is the first two.
+whose layers after the second one add a share to the outcome; the draft model is the first two.
 
 The forward passes are those of a random Llama; what it says is written beforehand, because random
 weights repeat nothing: a file of 1,500 tokens with edits, JSON that a schema describes, and prose.
@@ -77,7 +77,7 @@ class Reciting:
 
 
 class Side:
-    """One side of a comparison, which goes on by a stretch of its answer at a time."""
+    """One side of a comparison, which continues by a stretch of its answer at a time."""
 
     def __init__(self, runner: Runner, chunks: Iterator[Chunk]) -> None:
         self._runner, self._chunks = runner, chunks

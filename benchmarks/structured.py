@@ -3,7 +3,7 @@
 python benchmarks/structured.py [--quick]
 
 On Linux first put a fast BLAS in front (`mlxrunner doctor` names it), and let nothing else run. The
-sides take turns in one process on the same prompt: answers held to a schema that goes on for ever,
+sides take turns in one process on the same prompt: answers held to a schema that never ends,
 and free ones of as many tokens ("other"). Wall time as the reader of the tokens sees it, after the
 first; "x": tokens per second over those of the free ones. In parallel every second request is held
 to it.

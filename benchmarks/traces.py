@@ -98,7 +98,7 @@ def with_titles(seed: int, size: int) -> Script:
 
 
 def edited(seed: int, size: int) -> Script:
-    """Edit a question in the middle, and go on."""
+    """Edit a question in the middle, and continue."""
     talk = yield from talked(seed, size)
     talk.messages[TURNS + 1] = said("user", "Another question.")
     for _ in range(2):
@@ -107,7 +107,7 @@ def edited(seed: int, size: int) -> Script:
 
 
 def dropped(seed: int, size: int) -> Script:
-    """Drop two turns in the middle, and go on."""
+    """Drop two turns in the middle, and continue."""
     talk = yield from talked(seed, size)
     del talk.messages[TURNS + 1 : TURNS + 5]
     for _ in range(2):

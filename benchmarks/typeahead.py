@@ -112,7 +112,7 @@ class Chat:
         """Return the seconds until each key was on the screen while the paste is evaluated."""
         seconds = []
         for key in KEYS.replace(" ", ""):
-            time.sleep(0.3)  # longer than the pause after which evaluating goes on
+            time.sleep(0.3)  # longer than the pause after which evaluating continues
             while True:  # what is still coming of the last key
                 try:
                     self.child.read_nonblocking(4096, timeout=0)
@@ -126,7 +126,7 @@ class Chat:
         return seconds
 
     def clear(self) -> None:
-        """Begin anew, with nothing left of the last message in the entry but its first tokens."""
+        """Begin again, with nothing left of the last message in the entry but its first tokens."""
         self.progress.write_text("")
         self.child.send("/clear\r")
         self.child.expect("cleared")

@@ -218,7 +218,7 @@ class StoreError(MlxrunnerError, exit_code=2):
 
 
 class DamagedStoreError(StoreError):
-    """A file is no store, or has been changed; no run can resume from it."""
+    """A file is not a store, or has been changed; no run can resume from it."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(

@@ -182,7 +182,7 @@ class Usage:
     missed_tokens: int = 0
     """Prompt tokens on a prefix that was evaluated before, and could not be reused."""
     displaced_tokens: int = 0
-    """Prompt tokens that the earlier request of the same conversation had, too, behind the place
+    """Prompt tokens that the earlier request of the same conversation had, too, after the place
     where the prompt leaves it."""
     new_tokens: int = 0
     """The other prompt tokens: nothing could have spared them."""

@@ -27,7 +27,7 @@ from support.screen import Screen, end
 OF_THE_USER = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "HF_HOME", "PYTHONDONTWRITEBYTECODE"}
 """Variables that change what a test sees, beside those that begin with MLXRUNNER_ or XDG_.
 
-The last one would have each process compile the package and its tests anew.
+The last one would have each process compile the package and its tests again.
 """
 
 

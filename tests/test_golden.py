@@ -1,6 +1,6 @@
 """The files in `golden/` hold what users see: help, an event, a log and a report.
 
-`UPDATE_GOLDEN=1 pytest tests/test_golden.py` writes the files anew; read the difference before you
+`UPDATE_GOLDEN=1 pytest tests/test_golden.py` writes the files again; read the difference before you
 commit it.
 """
 

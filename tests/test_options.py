@@ -121,7 +121,7 @@ def test_every_door_refuses_an_option_of_a_batch_with_the_same_words(given: str)
 
 
 def test_a_batch_refuses_an_option_of_the_wrong_type() -> None:
-    """A flag is True or False, a number is no text."""
+    """A flag is True or False, a number is not text."""
     for wrong, message in (
         ({"retries": True}, "retries: True is not a whole number"),
         ({"timeout": "1"}, "timeout: '1' is not a number"),
@@ -140,7 +140,7 @@ def test_an_unknown_option_is_named_with_the_known_ones() -> None:
 
 
 def test_type_checkers_know_every_option() -> None:
-    """GenerateKwargs and RunnerKwargs name the fields of the classes behind them."""
+    """GenerateKwargs and RunnerKwargs name the fields of the classes after them."""
     assert set(GenerateKwargs.__annotations__) == set(names(GenerateOptions))
     assert {"context", *RunnerKwargs.__annotations__} == set(names(RunnerSettings))
 

@@ -15,7 +15,7 @@ TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL
 
 
 def with_tables(text: str) -> str:
-    """Make the tables of a page anew."""
+    """Make the tables of a page again."""
     makers: dict[str, Callable[[str], str]] = {
         "chat commands": _chat_commands,
         "event fields": _event_fields,
@@ -31,7 +31,7 @@ def with_tables(text: str) -> str:
 
 
 def _chat_commands(before: str) -> str:
-    """List the commands of the chat, and behind them the keys that `before` lists."""
+    """List the commands of the chat, and after them the keys that `before` lists."""
     from mlxrunner.chat.repl import commands
     from mlxrunner.chat.session_commands import Saving
 

@@ -14,7 +14,7 @@ Each page has a folder of its own, and its examples run there from top to bottom
   runs it only with --slow.
 - `<!-- typed before: COMMAND -->` prepares what a block needs. `<!-- not typed: REASON -->` leaves
   the block out.
-- A `python` block is run as a script; a `text` block behind it is the output.
+- A `python` block is run as a script; a `text` block after it is the output.
 - `<!-- table: NAME -->` ... `<!-- end -->` is made from the program.
 
 Prints the differences, and exits with 1 if there are any. With --write, puts them into the pages.

@@ -44,7 +44,7 @@ class ThreadsTrace:
         self._last: dict[int, str] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Note a call; `sys.setprofile` also reports a generator that goes on as one."""
+        """Note a call; `sys.setprofile` also reports a generator that continues as one."""
         file = frame.f_code.co_filename
         if self.is_on and event == "call" and file.startswith(PACKAGE):
             file = file[len(PACKAGE) :]

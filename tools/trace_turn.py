@@ -36,7 +36,7 @@ class Trace:
         self.calls: list[str] = []
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Note a call; `sys.setprofile` also reports a generator that goes on as one."""
+        """Note a call; `sys.setprofile` also reports a generator that continues as one."""
         file = frame.f_code.co_filename
         if event == "call" and file.startswith(PACKAGE):
             self.calls.append(file[len(PACKAGE) :])

@@ -4,14 +4,14 @@ python tools/train_demo.py [--out DIR] [--steps N]
 
 Needs the `train` extra (PyTorch). Writes an ordinary model directory: config.json,
 model.safetensors (float16), tokenizer.model, tokenizer_config.json. Everything follows from the
-seed and the step number, so a run that was stopped goes on from its last checkpoint (`--work`) as
+seed and the step number, so a run that was stopped continues from its last checkpoint (`--work`) as
 if nothing had happened, but for the random splits of subword regularization.
 
 What makes so small a model recall names it has never seen: many small steps, a three-fold loss on
 recalled answers, names of many invented shapes, subword regularization (Kudo 2018; BPE dropout,
 Provilkov 2020) in training only, and a last part mixed with long conversations.
 
-`--start` goes on from a model. The weights of the package were trained so: from a model of before
+`--start` continues from a model. The weights of the package were trained so: from a model of before
 the small talk, averaged with later ones, by 3,000 of 6,000 steps at --rate 1e-3 --seed 5, and then
 by 800 at --rate 5e-4 --seed 6.
 """
@@ -277,7 +277,7 @@ def save_model(model: Llama, tokenizer: bytes, out: Path) -> None:
 
 @dataclass
 class Training:
-    """A model in training, with what goes on from a checkpoint."""
+    """A model in training, with what continues from a checkpoint."""
 
     work: Path
     steps: int
@@ -287,7 +287,7 @@ class Training:
     start: Path | None = None
     """The directory of a model to start from, in place of random weights."""
     first: int = 0
-    """The step to go on from."""
+    """The step to continue from."""
 
     def __post_init__(self) -> None:
         self.encoder = Encoder(spm.SentencePieceProcessor(model_proto=self.tokenizer))

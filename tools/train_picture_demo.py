@@ -3,8 +3,8 @@
 python tools/train_picture_demo.py [--out DIR] [--steps N]
 
 Needs the `vision` extra. Writes an ordinary model directory of the Gemma 3 architecture, which
-mlx-vlm loads. Everything follows from the seed and the step number: a run that was stopped goes on
-from its last checkpoint (`--work`). The embedded model was trained with `--steps 4000`, and from
+mlx-vlm loads. Everything follows from the seed and the step number: a stopped run continues from
+its last checkpoint (`--work`). The embedded model was trained with `--steps 4000`, and from
 there with `--steps 8500`.
 """
 

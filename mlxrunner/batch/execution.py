@@ -271,7 +271,7 @@ class _SingleRequest:
         return self._tokens if self._has_chunk else self._deadline.reached
 
     def step(self) -> None:
-        """Make the next chunk; behind the last one, run to the end."""
+        """Make the next chunk; after the last one, run to the end."""
         try:
             self._answer = self._answer or self._start()
             chunk = next(self._answer)

@@ -378,7 +378,7 @@ def _lines(
 ) -> Iterator[InputLine]:
     """Yield a line for each prompt of a record, from `index` on, or one with its error.
 
-    Several prompts get the id of their record with their number from 0 behind it.
+    Several prompts get the id of their record with their number from 0 after it.
     """
     form: Format = "unknown" if record is None or isinstance(record, bytes) else "plain"
     name = problem = None
@@ -596,7 +596,7 @@ def _message(number: int, message: Any, sees: bool) -> PlainMessage:
 
 
 def _picture_text(image: Any, name: str) -> str:
-    """Return the text of a picture in a line, undecoded. Raise PromptError if it is no text."""
+    """Return the text of a picture in a line, undecoded. Raise PromptError if it is not text."""
     if isinstance(image, str):
         return image
     raise PromptError(f"{name}: a picture has to be a text: base64, or a URL")

@@ -143,7 +143,7 @@ class Job(FileOptions):
         self._check_reports()
 
     def _check_shard(self) -> None:
-        """Raise OptionError if `shard` is no part, or does not go with the output."""
+        """Raise OptionError if `shard` is not a part, or does not go with the output."""
         if self.shard is None:
             return
         Shard.of(self.shard)
@@ -530,7 +530,7 @@ class ShardOutput:
 
     @classmethod
     def at(cls, path: Path) -> ShardOutput:
-        """Read what the output was made from. Raise OutputError if it is no whole shard."""
+        """Read what the output was made from. Raise OutputError if it is not a whole shard."""
         store = Path(f"{path}.run")
         if store.exists():
             raise OutputError(f"{path}: this shard has not ended: continue it with --resume")

@@ -390,7 +390,7 @@ class _ItemReader:
         )
 
     def _add_named(self, number: int, item: Mapping[str, Any]) -> None:
-        """Add a call of a tool that is no function, such as Codex's apply_patch."""
+        """Add a call of a tool that is not a function, such as Codex's apply_patch."""
         kind, call = item["type"], _id_of(item)
         if not call or not self._is_served:
             why = _ONLY_MESSAGES.format(item)

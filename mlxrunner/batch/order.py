@@ -129,7 +129,7 @@ class _Chains:
         node.last = index
 
     def finish(self, node: _PrefixNode) -> int:
-        """Chain the subtrees below the node behind its own lines, and return its smallest index."""
+        """Chain the subtrees below the node after its own lines, and return its smallest index."""
         head, tail, least = node.first, node.last, node.first
         if node.below:
             node.below.sort()
@@ -190,7 +190,7 @@ class LineCosts:
     """The cost of each line, in the order in which lines run one after the other."""
 
     evaluated: NDArray[Any]
-    """The tokens of each prompt that are evaluated behind the line before it."""
+    """The tokens of each prompt that are evaluated after the line before it."""
     reused: NDArray[Any]
     """The other tokens of each prompt, which the line before it leaves; 0 for the first line."""
     answers: NDArray[Any]

@@ -284,7 +284,7 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> Shard:
-        """Read `I/N`. Raise OptionError if it is no part."""
+        """Read `I/N`. Raise OptionError if it is not of that form."""
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
         if found is not None:
             shard = cls(int(found[1]), int(found[2]))
@@ -351,7 +351,7 @@ class CostRecorder:
             yield line
 
     def _note(self, line: StoredLine | BriefLine, key: bytes, before: bytes) -> None:
-        """Note the cost of a line with this sort key behind the key `before`.
+        """Note the cost of a line with this sort key after the key `before`.
 
         A line that can't be run costs nothing.
         """

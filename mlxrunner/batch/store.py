@@ -87,7 +87,7 @@ class BriefLine:
 
     @property
     def tokens(self) -> TokenArray:
-        """The tokens of its prompt, which are made anew each time."""
+        """The tokens of its prompt, which are made again each time."""
         return tokens_of(self.key)
 
 
@@ -96,7 +96,7 @@ class StoredAnswer:
     """The answer to a line."""
 
     place: int
-    """The position of this answer, to be passed as `after` to read the answers behind it."""
+    """The position of this answer, to be passed as `after` to read the answers after it."""
     index: int
     body: bytes
     """The bytes of the answer."""

@@ -65,7 +65,7 @@ def mlx_lm_backend(runner: Runner) -> Backend:
 
 
 class PromptCacheBackend:
-    """A backend that asks mlx-lm with one prompt cache, which is trimmed or made anew."""
+    """A backend that asks mlx-lm with one prompt cache, which is trimmed or made again."""
 
     def __init__(self, runner: Runner) -> None:
         self._model, self._tokenizer = runner.model, SameDecoder(runner.tokenizer)

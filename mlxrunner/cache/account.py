@@ -2,7 +2,7 @@
 
 `TokenAccounting` remembers what was evaluated and the latest requests. Missed tokens are on a
 prefix that was evaluated before. Displaced ones are in the earlier request of the same
-conversation, too, behind the place where the prompt leaves it: short runs of tokens are looked up
+conversation, too, after the place where the prompt leaves it: short runs of tokens are looked up
 there, so an insertion, a removal and a moved block all count.
 
 `PrefixIndex` remembers as fingerprints, within a bound of bytes, every prefix that was ever
@@ -151,11 +151,11 @@ class PriorRequest:
     """A request with which later ones are compared."""
 
     tokens: TokenArray = field(repr=False)
-    """The prompt, and behind it the answer as far as it was evaluated."""
+    """The prompt, and after it the answer as far as it was evaluated."""
     fingerprints: Fingerprints = field(repr=False)
     """Those of the prompt."""
     total: int
-    """The total behind them: see `Fingerprinter`."""
+    """The total after them: see `Fingerprinter`."""
     conversation: ConversationName
     source: Any = field(repr=False)
     """The prompt in the form of the caller."""
@@ -333,7 +333,7 @@ class TokenAccounting:
         return account
 
     def _fingerprints(self, tokens: TokenArray) -> tuple[Fingerprints, int]:
-        """Return the fingerprints of a prompt, and the total behind them.
+        """Return the fingerprints of a prompt, and the total after them.
 
         Those of an earlier prompt with which it begins are not computed again.
         """
@@ -391,7 +391,7 @@ class TokenAccounting:
     ) -> tuple[PriorRequest | None, int, list[MovedRun]]:
         """Return the earlier request, the first tokens that both have, and the displaced ones.
 
-        These are behind the first `known` tokens of the prompt.
+        These are after the first `known` tokens of the prompt.
         """
         request, best, most, at = account.request, None, (0, 0), 0
         likely = reversed(_of_conversation(account.earlier, request.conversation))
@@ -505,10 +505,10 @@ class Fingerprinter:
     def __call__(
         self, tokens: TokenArray, begin: int = 0, total: int = 0
     ) -> tuple[Fingerprints, int]:
-        """Return the fingerprints of all prefixes of a text, and the total behind it.
+        """Return the fingerprints of all prefixes of a text, and the total after it.
 
-        To go on behind the first `begin` tokens of a text, give the other `tokens`, and the
-        `total` behind the first ones.
+        To continue after the first `begin` tokens of a text, give the other `tokens`, and the
+        `total` after the first ones.
         """
         if not len(tokens):
             return np.empty(0, np.uint32), total
@@ -542,7 +542,7 @@ def common_fingerprints(a: Fingerprints, b: Fingerprints) -> int:
 class PrefixIndex:
     """The prefixes that were evaluated; the least recently used go if there are too many.
 
-    A stretch is text behind a place where two texts part, or behind the beginning. Its first
+    A stretch is text after a place where two texts part, or after the beginning. Its first
     fingerprint finds it.
     """
 
@@ -618,7 +618,7 @@ class PrefixIndex:
                 self._stretches.move_to_end(first)
 
     def _insert(self, before: int, rest: Fingerprints) -> int:
-        """Insert text behind the fingerprint `before`, and return the stretch that has it."""
+        """Insert text after the fingerprint `before`, and return the stretch that has it."""
         first = self._ends.pop(before, None) if before else None
         if first is None:
             first, stretch = int(rest[0]), rest.copy()

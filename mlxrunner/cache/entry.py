@@ -183,7 +183,7 @@ class Shift:
         return max((self.context - self.keep) // 2, 1)
 
     def discard(self, tokens: int) -> int:
-        """Return how many of `tokens` tokens are dropped, right behind the first `keep`."""
+        """Return how many of `tokens` tokens are dropped, right after the first `keep`."""
         return max(tokens - (self.context - self.target_free), 0)
 
 
@@ -200,7 +200,7 @@ INTERVAL = 1024
 """Tokens between two checkpoints while the budget has room for many."""
 
 Role = Literal["answer", "system", "message"]
-"""The place where an answer, the text behind the first message or the last message begins.
+"""The place where an answer, the text after the first message or the last message begins.
 
 Files on disk name it.
 """
@@ -461,7 +461,7 @@ class CacheEntry:
     exact: int = END
     """Number of first tokens that a cold run would store; END: all.
 
-    Those behind them were moved in a full context (see docs/troubleshooting.md).
+    Those after them were moved in a full context (see docs/troubleshooting.md).
     """
 
     @property
@@ -477,7 +477,7 @@ class CacheEntry:
     def shared(self, prompt: TokenArray, *, is_shifted: bool = False) -> int:
         """Return how many first tokens `prompt` may reuse.
 
-        Moved tokens are reused if the prompt `is_shifted` as they are, or goes on from all of them.
+        Moved tokens are reused if the prompt `is_shifted` as they are, or extends all of them.
         Otherwise they only look like its own.
         """
         matched = common_prefix(self.tokens.array, prompt)
@@ -534,7 +534,7 @@ class CacheEntry:
     def hold(self, passes: Sequence[int]) -> None:
         """Keep what undoes the next forward passes; `passes` has the number of tokens of each.
 
-        Layers that could not go back behind them are held by reference: their arrays are copied
+        Layers that could not undo a part of them are held by reference: their arrays are copied
         when a pass writes to them. What was held before is dropped.
         """
         offset = len(self.tokens)
@@ -662,7 +662,7 @@ class CacheEntry:
             )
 
     def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:
-        """Drop the tokens `keep .. keep + discard - 1` of every layer; move up those behind them.
+        """Drop the tokens `keep .. keep + discard - 1` of every layer; move up those after them.
 
         Return False, with nothing changed, if a layer can't move its tokens. `rotate` gives the
         rotation of each layer's keys. The entry has only its first `keep` tokens until the move is

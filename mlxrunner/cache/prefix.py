@@ -184,7 +184,7 @@ class EntryLease:
     def accept(self, tokens: Sequence[int] | TokenArray) -> None:
         """Keep `tokens`, the first ones of the draft, whose passes have ended.
 
-        If every layer can go back behind them, they are recorded. Otherwise all layers go back to
+        If every layer can drop the others, they are recorded. Otherwise all layers go back to
         where the pass began, and `tokens` are `pending`. Until the next pass begins, another call
         may keep fewer of them, and a call with none undoes the pass. Raise ValueError if no draft
         was begun, or for more tokens than it had.
@@ -274,7 +274,7 @@ class EntryLease:
         return [array for snapshot in taken for array in snapshot.arrays] if kept else []
 
     def shift(self, keep: int, discard: int, rotate: Rotators) -> bool:
-        """Drop `discard` tokens behind the first `keep`, between two forward passes.
+        """Drop `discard` tokens after the first `keep`, between two forward passes.
 
         This makes room in a full context. Return False if a layer can't move its tokens.
         """
@@ -318,7 +318,7 @@ class EntryLease:
 
 logger = logging.getLogger("mlxrunner")
 LEAVING = 32
-"""Tokens of a common prefix that show where a text goes on that was left behind it."""
+"""Tokens of a common prefix that show where a text continues that was left after it."""
 
 
 class PrefixCache:

@@ -75,7 +75,7 @@ class Extent(ABC):
         return False
 
     def shifted(self, keep: int, discard: int) -> Self:
-        """Return the extent after dropping `discard` tokens behind the first `keep`.
+        """Return the extent after dropping `discard` tokens after the first `keep`.
 
         Raise TypeError if the tokens of this kind can't be moved.
         """
@@ -301,7 +301,7 @@ class LayerCache(ABC):
 
     @property
     def model_cache(self) -> Any:
-        """The object that the model's layer gets: this one, or a cache of mlx-lm behind it."""
+        """The object that the model's layer gets: this one, or the cache of mlx-lm in it."""
         return self
 
     @property
@@ -337,7 +337,7 @@ class LayerCache(ABC):
         """Behave as if `offset` tokens were stored, for the worst-case batch at start."""
 
     def shift(self, keep: int, discard: int, rotate: Callable[[Any, int], Any]) -> None:
-        """Drop the tokens `keep .. keep + discard - 1` and move up those behind them.
+        """Drop the tokens `keep .. keep + discard - 1` and move up those after them.
 
         `rotate(keys, -discard)` moves their keys. Tokens before `keep` never change. The offset
         changes last. Raise TypeError if this kind can't move its tokens.

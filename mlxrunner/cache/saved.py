@@ -38,7 +38,7 @@ class Saved:
 
 
 class Unread(Protocol):
-    """A layer in a file. Its rows may be taken over one piece behind the other."""
+    """A layer in a file. Its rows may be taken over one piece after the other."""
 
     def read(self) -> Saved:
         """Read the whole layer."""

@@ -562,7 +562,7 @@ def explanation(usage: Usage, parted_by: str = "") -> list[str]:
         lines.append(f"{usage.missed_tokens} missed tokens had been evaluated before")
     if usage.displaced_tokens:
         lines.append(
-            f"{usage.displaced_tokens} displaced tokens were in the turn before, too, behind the "
+            f"{usage.displaced_tokens} displaced tokens were in the turn before, too, after the "
             "place that changed"
         )
     if usage.cache.checkpoint is not None:

@@ -374,7 +374,7 @@ class UndoHistory:
         self._unsaved = [one for one in self._unsaved if one is not state]
 
     def restart(self, states: Iterable[UndoState] = ()) -> None:
-        """Begin anew with the saved states of another conversation, the newest last."""
+        """Begin again with the saved states of another conversation, the newest last."""
         self._states, self._unsaved = list(states), []
 
 
@@ -539,7 +539,7 @@ class Renderer:
     system: str | None = None
     """The system prompt, or None."""
     policy: Policy = "exact"
-    """"exact" keeps the evaluated tokens; "template" renders the whole conversation anew."""
+    """"exact" keeps the evaluated tokens; "template" renders the whole conversation again."""
     keep_thinking: bool = False
     """Keep thinking in the history even if the template leaves it out."""
     variables: dict[str, Any] = field(default_factory=dict)

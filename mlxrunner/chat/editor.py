@@ -78,7 +78,7 @@ class FoldedPastes:
 
 
 class _GoesOutside(Exception):  # noqa: N818  # a wish, not an error
-    """The user wants to go on with the text in an editor of their own."""
+    """The user wants to continue with the text in an editor of their own."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Editor:
 
         `default` is the text to begin with. `idle` has to return soon after the draft is over.
         Raise EOFError after Ctrl-D, and after Ctrl-C DraftInterrupt, or KeyboardInterrupt if
-        nothing was typed. Ctrl-X Ctrl-E goes on in the user's own editor.
+        nothing was typed. Ctrl-X Ctrl-E continues in the user's own editor.
         """
         while True:
             self._end()  # an interrupt may have cut off the end of the last line
@@ -298,7 +298,7 @@ class ChatCompleter(Completer):
             for one in self._paths.get_completions(Document(path), complete_event):
                 whole = path + one.text
                 quote = '"' if named[0][1:2] == '"' or len(whole.split()) > 1 else ""
-                end = "" if one.display_text.endswith("/") else quote  # a folder's name goes on
+                end = "" if one.display_text.endswith("/") else quote  # a folder's name continues
                 yield Completion(f"@{quote}{whole}{end}", -len(named[0]), display=one.display)
 
 

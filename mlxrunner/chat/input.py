@@ -564,7 +564,7 @@ class Album:
     def marked(self, message: PlainMessage) -> PlainMessage:
         """Return a message of which the model sees the pictures.
 
-        A line break behind a name belongs to it.
+        A line break after a name belongs to it.
         """
         content = message["content"].replace(BEGIN, "").replace(END, "")
         if message["role"] == "user":

@@ -473,7 +473,7 @@ class ChatModel:
     def _load(self, model: str, loading: dict[str, Any]) -> Runner:
         """Load a model in the middle of a chat, with a bar if that takes long.
 
-        If the draft model can't guess for it, say why, and go on without.
+        If the draft model can't guess for it, say why, and continue without.
         """
         if self._chat.load_elsewhere is not None:
             return self._chat.load_elsewhere(model, loading)

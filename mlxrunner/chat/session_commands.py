@@ -482,7 +482,7 @@ def put_back(
 
 
 def must_be_wanted(name: str | None, before: str, model: str, keyboard: Keyboard) -> None:
-    """Ask the user before session `name` goes on in another model than `before`.
+    """Ask the user before session `name` continues in another model than `before`.
 
     Raise OptionError if the user does not want that, or if there is no terminal to ask at.
     """
@@ -561,7 +561,7 @@ def keep(chat: Chat, store: SessionStore, name: str) -> None:
 def bring_back(
     chat: Chat, store: SessionStore, session: Session, name: str
 ) -> tuple[str, dict[bytes, Picture]]:
-    """Show the pictures of `session`, saved as `name`, again, before the chat goes on with it.
+    """Show the pictures of `session`, saved as `name`, again, before the chat continues with it.
 
     Return what to say of that, and the pictures as the model knows them, by digest. The model is
     loaded again if it was loaded without its eyes. Where that fails, or a file is not the picture

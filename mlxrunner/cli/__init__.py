@@ -65,7 +65,7 @@ def main() -> None:
         (sys.stdin, "surrogateescape"),
     ):
         # A model may print characters that the terminal's encoding lacks. Bytes on standard input
-        # that are no text are refused where they are used.
+        # that are not text are refused where they are used.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=errors)
 

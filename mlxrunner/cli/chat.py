@@ -157,7 +157,7 @@ def _loading(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_begin(session: str | None, goes_on: bool) -> None:
-    """Raise OptionError if there is nothing to read, or if two conversations are to go on."""
+    """Raise OptionError if there is nothing to read, or if two conversations are to continue."""
     if sys.stdin is None:
         raise OptionError(
             "standard input is closed: a chat reads its turns from a terminal, a file or a pipe"

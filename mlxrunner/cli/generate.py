@@ -188,7 +188,7 @@ def generate(
 
 
 def _messages(system: str | None, content: Any) -> list[dict[str, Any]]:
-    """Return a conversation of one message, behind the system prompt if there is one."""
+    """Return a conversation of one message, after the system prompt if there is one."""
     first = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": content}]
 
@@ -341,7 +341,7 @@ JOINED_BY = "\n\n"
 
 
 def prompt_of(words: tuple[str, ...], option: str | None, *, is_optional: bool = False) -> str:
-    """Return the prompt: the text that is typed, and standard input behind it.
+    """Return the prompt: the text that is typed, and standard input after it.
 
     `words` are the arguments, and `option` is that of --prompt. Nothing is dropped: raise
     OptionError if two texts are typed, or if it is unclear whether one is a model. Without a text
@@ -463,7 +463,7 @@ def _shown(text: str) -> str:
 
 
 def _with_input(typed: str | None) -> str:
-    """Return what is typed with standard input behind it, unless that is a terminal."""
+    """Return what is typed with standard input after it, unless that is a terminal."""
     from mlxrunner.system.reading import say_if_waiting
 
     if typed is not None and typed != FROM_INPUT:

@@ -402,7 +402,7 @@ def options_that_hold(
 
 
 def named_model(ctx: click.Context, parameter: click.Parameter, model: str | None) -> str | None:
-    """Return the model that is meant: behind an alias, or that of the config file for none."""
+    """Return the model that a name or an alias means; None means that of the config file."""
     if model is None or ctx.resilient_parsing:
         return model
     config = read_config_file()

@@ -77,7 +77,7 @@ class DaskWorkers:
         """Call a module's function on a worker, and return its future value.
 
         The future raises what the function raises, and LostCallError if the worker can't be
-        reached any more. The call goes on on the worker if it is cancelled.
+        reached any more. The call continues on the worker if it is cancelled.
         """
         call = self._call(worker, function, arguments)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -169,8 +169,8 @@ class _RemoteError:
 async def _caught(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Return what a call returns, or its error as a value, which every process can read.
 
-    A function that is no coroutine may take long: it runs on a thread, and the worker's signs of
-    life go on.
+    A function that is not a coroutine may take long: it runs on a thread, and the worker's signs of
+    life continue.
     """
     try:
         if asyncio.iscoroutinefunction(function):

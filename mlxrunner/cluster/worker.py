@@ -174,7 +174,7 @@ class WorkerSession:
 
 
 class _WaitingLines(Iterator[StoredLine]):
-    """A line and those in a queue. It ends where none waits, and goes on when one comes."""
+    """A line and those in a queue. It ends where none waits, and continues when one comes."""
 
     def __init__(self, first: StoredLine, lines: SimpleQueue[StoredLine | None]) -> None:
         self._first: StoredLine | None = first

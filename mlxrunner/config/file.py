@@ -63,7 +63,7 @@ def _keys(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
         quotes = "" if quotes else next((q for q in _QUOTES if line.count(q) == 1), "")
         try:
             path = _path(tomllib.loads(statement))
-        except tomllib.TOMLDecodeError:  # it goes on in the next line
+        except tomllib.TOMLDecodeError:  # it continues in the next line
             continue
         if statement.lstrip().startswith("["):
             section, path = path, ()
@@ -101,7 +101,7 @@ OTHERS = {
     "history": Option(str, among=("exact", "template")),
     "session_kv_bits": Option(int, among=(4, 8)),
 }
-"""The keys that neither a request, a runner nor the server has, and that are no switches."""
+"""The keys that neither a request, a runner nor the server has, and that are not switches."""
 SWITCHES = ("plain", "no_type_ahead", "no_input_history", "keep_thinking", "no_cache_file")
 """The switches of `chat` that the file may set."""
 LISTS = ("allow_origin", "disable_rewrite")
@@ -147,11 +147,11 @@ class Config:
     templates: Mapping[str, PromptTemplate] = field(default_factory=dict)
 
     def name_of(self, model: str) -> str:
-        """Return the name behind an alias or a short name, or `model` itself."""
+        """Return the name that an alias or a short name stands for, or `model`."""
         return hub_id_of(self.aliases.get(model, model))
 
     def options(self, command: str, model: str) -> dict[str, Setting]:
-        """Return the options that hold for `command` with `model`, which is no alias."""
+        """Return the options that hold for `command` with `model`, which is not an alias."""
         own = [found for name, found in self.models.items() if self.name_of(name) == model]
         return settled(self.sections.get(OPTIONS, {}), self.sections.get(command, {}), *own)
 

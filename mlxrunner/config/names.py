@@ -5,8 +5,8 @@
 nothing about flags: names are written with underscores.
 
 The last table has short names of well-known models, as Ollama writes them, and the hub repositories
-behind them. The authors of mlxrunner have not tried these repositories, which others maintain. A
-`*` marks the size that the name of a family alone stands for.
+that they stand for. The authors of mlxrunner have not tried these repositories, which others
+maintain. A `*` marks the size that the name of a family alone stands for.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def known_models() -> dict[str, KnownModel]:
 
 
 def hub_id_of(name: str) -> str:
-    """Return the hub id behind a short name; any other name, such as a directory's, as it is."""
+    """Return the hub id of a short name; any other name, such as a directory's, as it is."""
     model = known_models().get(name.lower())
     return name if model is None or os.path.isdir(name) else model.hub_id
 

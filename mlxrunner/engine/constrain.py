@@ -72,7 +72,7 @@ class Constraint:
         return allowed
 
     def masks(self, draft: Sequence[int], width: int) -> list[NDArray[np.bool_] | None]:
-        """Return the mask at each place of a text that may follow, and the one behind it.
+        """Return the mask at each place of a text that may follow, and the one after it.
 
         There are fewer if a token of `draft` may not come, or ends the answer. A mask is None where
         the form is complete. The answer does not change. Raise FormError if no token may come next.

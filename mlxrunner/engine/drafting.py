@@ -89,7 +89,7 @@ class DraftBudget:
         """Passes that the drafts of the step under way may lose: no other draft may."""
 
     def begin(self) -> None:
-        """Begin an answer. What earlier ones gained is no reason to lose time in this one."""
+        """Begin an answer. Gains of earlier ones do not justify a loss in this one."""
         self.left = min(self.left, AT_FIRST)
 
     def pay(self, passes: float, tokens: float) -> None:
@@ -333,7 +333,7 @@ ALIKE = 0.7
 MOST_ANSWERS = 4
 """Most answers of a step that a draft model guesses for: it runs once for each of their guesses."""
 BEHIND = 4 * DEEPEST
-"""Tokens behind the last draft of the draft model from which on the next one tells no cost.
+"""Tokens after the last draft of the draft model from which on the next one tells no cost.
 
 It evaluates them first, as it does with the prompt.
 """
@@ -408,9 +408,9 @@ class Drafting:
         """Begin the drafts of the answer to `prompt`.
 
         `earlier`: tokens of an earlier text, which the answer may repeat: those that the entry held
-        behind the point where the prompt leaves it, with a few before that point. `forced`: a
+        after the point where the prompt leaves it, with a few before that point. `forced`: a
         function that returns the only tokens that may come next. `model`: a function from a text
-        and a number to at most that number of tokens, which a draft model expects behind the text;
+        and a number to at most that number of tokens, which a draft model expects after the text;
         it returns None when it will expect nothing more. It is called where the text does not
         repeat itself. `always`: draft as many tokens as possible, whatever that costs.
         """
@@ -554,13 +554,13 @@ SPREAD, FEWEST_HEADS = 40503, 1 << 12
 class TextLookup:
     """The texts of one request, with the place that the present end of the answer repeats.
 
-    The texts are what the entry held before, the prompt and the answer, one behind the other.
-    Places behind the same two tokens form a chain, the latest first. Making the chains takes
+    The texts are what the entry held before, the prompt and the answer, one after the other.
+    Places after the same two tokens form a chain, the latest first. Making the chains takes
     0.1 ms for 1,000 tokens.
     """
 
     def __init__(self, earlier: TokenArray, prompt: TokenArray) -> None:
-        """Begin with the tokens `earlier`, which are no part of the conversation, and `prompt`."""
+        """Begin with the tokens `earlier`, which are not part of the conversation, and `prompt`."""
         self._said = TokenBuffer()
         self._said.extend(prompt)
         self._tokens: list[int] = [*earlier.tolist(), *prompt.tolist()]

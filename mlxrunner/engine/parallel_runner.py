@@ -233,7 +233,7 @@ class ParallelRunner(MultiRequestRunner):
     async def stream(self, prompt: Prompt, **options: Unpack[SubmitKwargs]) -> AsyncIterator[Chunk]:
         """Yield the chunks of a request in asyncio. The arguments and errors are those of `submit`.
 
-        The prompt is tokenized in a worker thread, so that the event loop goes on. The request is
+        The prompt is tokenized in a worker thread, so that the event loop continues. The request is
         cancelled when the iterator is closed, and when the task is cancelled.
         """
         import asyncio
@@ -255,7 +255,7 @@ def _evaluate(model: Any) -> None:
     """Evaluate all arrays of a model in the thread that made it: no other thread could."""
     if hasattr(model, "modules"):
         modules = model.modules()
-        # Encoders of pictures keep tables in objects that are no modules.
+        # Encoders of pictures keep tables in objects that are not modules.
         plain = [
             vars(value)
             for module in modules
@@ -375,7 +375,7 @@ class Handle:
     may be called in any thread. Each chunk goes to one reader. Threads and tasks may take turns;
     one that reads while another waits for a chunk gets a BusyError.
 
-    A request pauses, while others go on, where nobody has read its last 4,096 chunks. A handle that
+    A request pauses, while others run, where nobody has read its last 4,096 chunks. A handle that
     is dropped cancels its request, and so does the end of a `with` block.
     """
 
@@ -503,7 +503,7 @@ class Handle:
         return self._result
 
     def _has_read(self) -> None:
-        """Let the request go on if it pauses and somebody has read enough."""
+        """Let the request continue if it pauses and somebody has read enough."""
         if self._feed.request.is_paused and not self._feed.is_full:
             self._thread.wake()
 
@@ -532,7 +532,7 @@ def wait_for_news(
     try:
         while not any(handle._feed.await_news(wake, at_end=at_end) for handle in handles):
             left = until - time.monotonic()
-            if not left > 0:  # NaN is no time
+            if not left > 0:  # NaN is not a time
                 return False
             handles[0]._thread.may_wait("waiting for a request")
             with suppress(Empty):
@@ -569,7 +569,7 @@ async def news_of(handle: Handle, seconds: float | None, *, at_end: bool = False
 
 
 def _wake_loop(news: Future[bool]) -> None:
-    """Let the task that awaits `news` go on. Its event loop may be closed by now."""
+    """Let the task that awaits `news` continue. Its event loop may be closed by now."""
     try:
         news.get_loop().call_soon_threadsafe(_settle, news)
     except RuntimeError:

@@ -240,9 +240,9 @@ class ActiveRequest(Request):
     drafting: Drafting | None = None
     """The sources of guesses of its answer; None: nothing is guessed."""
     draft: list[int] = field(default_factory=list)
-    """Tokens that the step under way guesses behind the current one."""
+    """Tokens that the step under way guesses after the current one."""
     masks: list[Any] = field(default_factory=list)
-    """The masks of its form at each token of the draft, and behind it."""
+    """The masks of its form at each token of the draft, and after it."""
     run: int = 0
     """Number of the answer's tokens that are recorded in the slot, or were before a shift."""
     history: mx.array | None = None
@@ -260,7 +260,7 @@ class ActiveRequest(Request):
     next_checkpoint: float = 0
     """The offset from which on a checkpoint may be due."""
     logits: tuple[int, mx.array] | None = None
-    """The logits `[n, vocab]` of its last pass for one slot, and the offset behind it."""
+    """The logits `[n, vocab]` of its last pass for one slot, and the offset after it."""
     is_ahead: bool = False
     """True if the prompt is evaluated before its answer is asked for: there is none."""
     reader: Callable[[], Any] = lambda: None
@@ -436,7 +436,7 @@ class ActiveRequest(Request):
     def keep(self, right: int) -> None:
         """Keep the first `right` guesses of the draft, which were read, and undo the others.
 
-        If a layer can't go back behind them, all go back to where the step began.
+        If a layer can't drop the wrong ones, all go back to where the step began.
         """
         before, lease = self.lease.recorded, self.lease
         end = self.run + self.place - before - len(self.draft) + right
@@ -450,7 +450,7 @@ class ActiveRequest(Request):
             self.restart()
 
     def logits_behind(self, offset: int) -> mx.array | None:
-        """Return the logits `[1, vocab]` behind the first `offset` tokens, if they are there."""
+        """Return the logits `[1, vocab]` after the first `offset` tokens, if they are there."""
         if self.logits is None:
             return None
         end, rows = self.logits
@@ -499,7 +499,7 @@ class ActiveRequest(Request):
             self.reevaluated += max(0, before - self.place)
 
     def give_way(self) -> None:
-        """Give the slot's tokens up, between two steps, and wait for room to go on."""
+        """Give the slot's tokens up, between two steps, and wait for room to continue."""
         self.go_back()
         self.restart()
         self.lease.close()
@@ -707,7 +707,7 @@ class Observation:
     checkpoints: Sequence[int] = ()
     """The offsets of the entry's checkpoints."""
     logits: Any = None
-    """The logits behind the entry's last token, `[1, vocab]`; None if they are not known."""
+    """The logits after the entry's last token, `[1, vocab]`; None if they are not known."""
     is_greedy: bool = False
     """True if each token was the most likely one by the model's own logits."""
     scheduling: SchedulingRecord | None = None

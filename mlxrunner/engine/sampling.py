@@ -183,7 +183,7 @@ class NextToken:
         self._temperature = options.temperature if options.temperature >= COLDEST else 0.0
         self._seed = secrets.randbits(64) if options.seed is None else options.seed
         self._key: mx.array | None = None  # made by the thread that samples
-        self._keys: list[mx.array | None] = []  # the key behind each row of a draft
+        self._keys: list[mx.array | None] = []  # the key after each row of a draft
 
     def rewind(self, count: int) -> None:
         """Go back to the state after the first `count` tokens, all of which were read."""
@@ -295,7 +295,7 @@ class NextToken:
         return guess
 
     def masks(self, draft: Sequence[int], width: int) -> list[Any]:
-        """Return the masks for `draft` and behind it; none if no form is asked for.
+        """Return the masks for `draft` and after it; none if no form is asked for.
 
         There are fewer if the form does not allow a token of it. Raise FormError if it allows none
         at all next.

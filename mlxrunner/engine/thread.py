@@ -568,7 +568,7 @@ class EngineThread:
                 act()
 
     def _is_still(self) -> bool:
-        """Return True if no request can go on before somebody reads, cancels or submits."""
+        """Return True if no request can continue before somebody reads, cancels or submits."""
         if self._queue or not self._running:
             return not self._queue
         return all(feed.request.is_paused for feed in self._running) and self.stepper.is_idle

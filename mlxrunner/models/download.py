@@ -1,4 +1,4 @@
-"""Download a model of the hub into the hub cache, with progress, and go on where a run was cut off.
+"""Download a model of the hub into the hub cache, with progress, and resume one that was cut off.
 
 The files come through huggingface_hub. It deletes what a cut-off download has got of a file;
 therefore this module fetches each file into a partial file of its own, and gives that the name
@@ -56,7 +56,7 @@ class HubFile:
     is_large: bool
     """True if its name in the cache is the SHA-256 digest of its bytes.
 
-    Only such a file goes on where it was cut off, because its bytes can be checked.
+    Only such a file continues where it was cut off, because its bytes can be checked.
     """
 
     @property
@@ -132,7 +132,7 @@ def download(
 ) -> Path:
     """Download the present revision of the repository `name`, and return its folder.
 
-    Check the disk first. Skip the files that are in the hub cache, and go on with a file that was
+    Check the disk first. Skip the files that are in the hub cache, and resume a file that was
     cut off. Raise ModelError if the disk is too small, or if the download fails; what came is kept.
     `with_code` downloads Python files, too. `weights` are the patterns of the weight files that are
     needed; None: those that the weight index names, or all without one. `tell` is told how far each
@@ -276,7 +276,7 @@ def is_being_downloaded(name: str) -> bool:
 def _check_digest(name: str, file: HubFile, stream: BinaryIO) -> None:
     """Raise ModelError if a file that came in several parts is not what the hub has.
 
-    Remove it then, because going on from it would not help.
+    Remove it then, because continuing from it would not help.
     """
     digest = hashlib.sha256()
     stream.seek(0)

@@ -306,7 +306,7 @@ def missing_files(folder: Path) -> list[str]:
 def weight_patterns(folder: Path) -> list[str]:
     """Return the patterns of the weight files that this process needs.
 
-    The names in a weight index are no patterns.
+    The names in a weight index are not patterns.
     """
     return sorted(map(escape, needed_files(folder))) or [WEIGHTS]
 
@@ -589,7 +589,7 @@ def check_shard(folder: Path, config: dict[str, Any]) -> None:
 def needed_tensors(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     """Return those of the tensors `names` of the weight files that this process needs.
 
-    Every rank has the tensors outside of layers. Layers behind the last one of `config` are drafts
+    Every rank has the tensors outside of layers. Layers after the last one of `config` are drafts
     of further tokens, which mlx-lm leaves out.
     """
     part, count = own_shard(), config.get("num_hidden_layers")

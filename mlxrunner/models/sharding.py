@@ -83,7 +83,7 @@ BLOCK = 2**24
 """Bytes of whole rows that are read at once, where the parts of each row are short."""
 
 Runs = list[tuple[int, int]]
-"""The first index of each stretch, and the one behind its last."""
+"""The first index of each stretch, and the one after its last."""
 
 
 class WeightFiles:

@@ -85,7 +85,7 @@ class SeeingModel(nn.Module):  # type: ignore[misc,name-defined]  # mlx.nn has n
         return internals.new_caches(self.inner)
 
     def look(self, before: TokenArray, tokens: TokenArray) -> None:
-        """Prepare for `tokens`, which the next call has, behind those `before` in the caches."""
+        """Prepare for `tokens`, which the next call has, after those `before` in the caches."""
         self._ahead, positions = None, None
         if self._has_axes:
             self._delta = delta(self._table, np.concatenate([before, tokens]))
@@ -216,7 +216,7 @@ def stretches(
 ) -> list[tuple[int, Together]]:
     """Return where each stretch of `tokens` begins that looks at the same pictures, and at which.
 
-    `before`: the tokens in front of them. Tokens behind the last stretch go on with its pictures.
+    `before`: the tokens in front of them. Tokens after the last stretch continue with its pictures.
     """
     both = np.concatenate([before, tokens])
     together: Together = ()

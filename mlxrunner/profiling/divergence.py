@@ -125,7 +125,7 @@ class Divergences:
         )
 
     def _part_of_answer(self, begun: str, rest: str) -> str:
-        """Return the part of the answer with which `rest` begins, behind the `begun` part."""
+        """Return the part of the answer with which `rest` begins, after the `begun` part."""
         shared = self._before.text[-_LONGEST_MARK:] + begun
         if is_thinking(shared + rest, len(shared)):
             return "thinking"
@@ -402,13 +402,13 @@ def _changed_picture(before: Mapping[str, Any], after: Mapping[str, Any]) -> int
 
 
 def _has_rest(old: str, new: str) -> bool:
-    """Return True if most of a text stands behind what differs from its old version."""
+    """Return True if most of a text stands after what differs from its old version."""
     begin = common(old, new)
     return 2 * common_end(old[begin:], new[begin:]) > len(new)
 
 
 def _grown(prompt: PromptRecord, old: PromptRecord, usage: Usage) -> Cause | None:
-    """Return the cause of a loss in a conversation that only went on."""
+    """Return the cause of a loss in a conversation that only continued."""
     end = len(old.digests)
     pairs = enumerate(zip(old.messages, prompt.messages, strict=False))
     lost = [n for n, (was, now) in pairs if _thought(was) and not _thought(now)]

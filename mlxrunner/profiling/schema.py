@@ -209,7 +209,7 @@ def explain_reuse(found: Mapping[str, Any], where: str = "") -> str:
     if found["reason"] is None and not displaced:
         return f"{'few tokens were evaluated again' if missed else 'nothing was lost'}: {counts}"
     if found["reason"] is None:
-        return f"text moved behind a change{f' at {where}' if where else ''}; {counts}"
+        return f"text moved after a change{f' at {where}' if where else ''}; {counts}"
     if found["reason"] in PARTING and not (missed or displaced):
         counts += "; nothing was lost by that"
     if found["reason"] == "rewind_limited":
@@ -572,7 +572,7 @@ class Event:
     first request on an entry from a file."""
     divergence: Divergence | None
     """Place where the prompt leaves the earlier request of its conversation, in a batch the entry;
-    null: it goes on from there, or there is none."""
+    null: it continues from there, or there is none."""
     tokenize_s: Measure
     """Time to render and tokenize the prompt."""
     lookup_s: Measure
@@ -616,7 +616,7 @@ class Event:
     """Prompt tokens on a prefix that was evaluated before, but was no longer held, or could not be
     reused (see `reason`). The program or its settings can change that."""
     displaced_tokens: Count = 0
-    """Prompt tokens that the earlier request of the same conversation had, too, behind the place
+    """Prompt tokens that the earlier request of the same conversation had, too, after the place
     where the prompt leaves it (see `divergence`), in runs of at least 16. The client can change
     that."""
     new_tokens: Count = 0

@@ -210,7 +210,7 @@ class Process:
         self._pid = pid
         self._code: int | None = None
         self.stopped: float | None = None
-        """When the process was stopped, until it goes on."""
+        """When the process was stopped, until it continues."""
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process is there."""

@@ -245,7 +245,7 @@ class LeadingModel:
 
 
 def hand_on(tokens: mx.array, group: mx.distributed.Group) -> mx.array:
-    """Return `tokens`, and give them to the rank behind this one in the ring, if there is one.
+    """Return `tokens`, and give them to the rank after this one in the ring, if there is one.
 
     A sum over all ranks would do the same, but every rank waits for the others in it.
     """

@@ -161,7 +161,7 @@ def read(body: CountTokensRequest, client: Client, request_id: str) -> ServerReq
 
 
 def _refuse_thread(body: CountTokensRequest) -> None:
-    """Raise ApiError if a request goes on from an answer without the messages before it.
+    """Raise ApiError if a request continues from an answer without the messages before it.
 
     Its client then sends the whole conversation.
     """

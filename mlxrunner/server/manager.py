@@ -304,7 +304,7 @@ class ModelNames:
                 return meant
             if self.only_first:
                 continue
-            # A path of two parts is no hub id.
+            # A path of two parts is not a hub id.
             is_id = HUB_ID.fullmatch(meant) and not Path(meant).is_dir()
             if meant in EMBEDDED or (is_id and folder_if_here(meant) is not None):
                 return meant
@@ -725,7 +725,7 @@ class ChunkReader:
         self._last, self._is_fast = float("-inf"), False
 
     async def next(self, seconds: float) -> list[Chunk]:
-        """Return the chunks that have come, at least one; none behind the last one.
+        """Return the chunks that have come, at least one; none after the last one.
 
         Those of a fast stream are gathered. Raise TimeoutError if none comes within `seconds`, and
         the error that ended the request.

@@ -106,7 +106,7 @@ def options_of(
     """Return the options and the template's variables that the fields of a body ask for.
 
     Fields that are not known are ignored. Raise OptionError for one that is not supported, and for
-    a wrong value. A `max_tokens` of -1 is no limit, as for llama.cpp and LM Studio, and so is a
+    a wrong value. A `max_tokens` of -1 is not a limit, as for llama.cpp and LM Studio, and so is a
     `top_k` of -1, as for vLLM.
     """
     given = {

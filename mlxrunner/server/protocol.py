@@ -75,7 +75,7 @@ _BOUNDS = {"ge": -(2**63), "le": 2**63 - 1}
 def _read_as_json(schema: Any) -> None:
     """Change a pydantic schema, and those in it, so that they read values as JSON has them.
 
-    A whole float is an integer, and a boolean is no number. A list ends its check at its first
+    A whole float is an integer, and a boolean is not a number. A list ends its check at its first
     wrong item: a body has room for millions of them.
     """
     if not isinstance(schema, dict):
@@ -173,7 +173,7 @@ class TalkMessage(RequestBody):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function", "thinking"]
     """"function" is the older name of "tool"; the content of "thinking" is that of the answer
-    behind it.
+    after it.
     """
     content: SentContent = None
     tool_call_id: HistoryText = None

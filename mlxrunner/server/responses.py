@@ -213,7 +213,7 @@ class StoredResponse:
     items: Sequence[Item]
     """The items of its own request."""
     before: StoredResponse | None
-    """The response that it went on from."""
+    """The response that it continued from."""
     nbytes: int = 0
 
     @property
@@ -260,7 +260,7 @@ class ResponseStore:
         return found
 
     def previous(self, name: str) -> StoredResponse:
-        """Return the response to go on from. Raise ApiError if it is not kept."""
+        """Return the response to continue from. Raise ApiError if it is not kept."""
         found = self.find(name)
         if found is None:
             raise field_error(
@@ -310,7 +310,7 @@ class ResponseWriter(EventWriter):
     items: list[Item]
     """The items of this request."""
     before: StoredResponse | None
-    """The response that it goes on from."""
+    """The response that it continues from."""
     namespaces: Mapping[str, tuple[str, str]]
     """The namespace and the name of each function in one, by its full name."""
     left_out: tuple[str, ...]

@@ -195,7 +195,7 @@ def serve(
 def make_app(
     routers: Sequence[APIRouter], rules: AccessRules, gate: RequestGate | None = None
 ) -> ASGIApp:
-    """Return the application with `routers`, behind a guard with `rules`, and behind `gate`.
+    """Return the application with `routers`, after a guard with `rules`, and behind `gate`.
 
     `/openapi.json` describes it. There is no page for that document, because FastAPI's would fetch
     its script from the network.
@@ -696,7 +696,7 @@ class ConnectionLimit:
 class HttpConnection(H11Protocol):
     """A connection that is closed if no whole header of a request comes in time.
 
-    It is also closed if its client does not read its answer, goes on with a body that was answered
+    It is also closed if its client does not read its answer, sends more of a body that was answered
     already, or sends much ahead of an answer. uvicorn has a limit for silence after an answer only
     (`timeout_keep_alive`), and waits for ever for all of these. Each such connection takes a file
     descriptor, and a place among the requests that may wait.

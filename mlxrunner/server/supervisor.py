@@ -125,7 +125,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run_worker(self, journal: int) -> int | None:
-        """Run a worker to its end. Return the exit code of this process, or None to go on."""
+        """Run a worker to its end. Return the exit code of this process, or None to continue."""
         if self._stops:
             return 128 + self._stops[0]
         begin_journal(journal, self._known)

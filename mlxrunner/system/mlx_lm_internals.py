@@ -213,7 +213,7 @@ def tool_parser_name(template: str, vocabulary: Any) -> str | None:
 def tool_parser(name: str) -> tuple[Callable[..., Any], str, str] | None:
     """Return a parser of tool calls, and the texts before and after the calls that it reads.
 
-    Expects `parse_tool_call(text, tools)`, which raises any exception for a text that is no call,
+    Expects `parse_tool_call(text, tools)`, which raises any exception for a text without a call,
     `tool_call_start` and `tool_call_end` in `mlx_lm.tool_parsers.NAME`. Return None if there is no
     such module.
     """

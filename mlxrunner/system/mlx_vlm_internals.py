@@ -172,7 +172,7 @@ def span(model: Any, block: list[int]) -> tuple[int, int]:
 def own_block(model: Any, block: list[int]) -> list[int]:
     """Return the tokens of a picture without those that begin a text.
 
-    Expects a processor that puts those behind it only where layers cross to pictures.
+    Expects a processor that puts those after it only where layers cross to pictures.
     """
     begin, end = span(model, block)
     return block[begin:end] if crossing_layers(model) else block

@@ -1,7 +1,7 @@
 """Read files that a stranger may have made: regular files only, bounded, never waiting.
 
 Opening a FIFO, a socket or a device can block, never end, or have an effect. This module opens none
-of them, not even behind a link. A shell passes some as open descriptors (`<(command)`, /dev/stdin).
+of them, not even after a link. A shell passes some as open descriptors (`<(command)`, /dev/stdin).
 These are read if a command line names them. This module does not know what the files mean.
 """
 
@@ -281,7 +281,7 @@ def is_there(path: str | os.PathLike[str]) -> bool:
 def _handed_over(path: str | os.PathLike[str]) -> int | None:
     """Return the open descriptor that `path` names, or None.
 
-    Return None for a regular file, too: it is opened anew.
+    Return None for a regular file, too: it is opened again.
     """
     match = HANDED_OVER.fullmatch(os.fspath(path))
     if match is None:

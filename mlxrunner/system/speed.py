@@ -38,7 +38,7 @@ class PrefillCurve:
             self._fit()
 
     def seconds(self, tokens: int, step: int, begin: int = 0) -> float | None:
-        """Estimate the seconds for `tokens` tokens of a prompt behind its first `begin` ones.
+        """Estimate the seconds for `tokens` tokens of a prompt after its first `begin` ones.
 
         They are evaluated in chunks of `step` tokens, with other tokens beside them: a few of them
         take a small part of a chunk's fixed cost. Return None if that would be a guess: the tokens

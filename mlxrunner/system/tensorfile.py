@@ -1,6 +1,6 @@
 """Check the header of a safetensors file before anything it describes is allocated. No tensors.
 
-The tensors of a correct file lie one behind the other, without gaps or overlaps, from the end of
+The tensors of a correct file lie one after the other, without gaps or overlaps, from the end of
 the header to the end of the file. The size of each follows from its type and shape. Source:
 https://github.com/huggingface/safetensors#format
 """
@@ -274,7 +274,7 @@ class StoredArray:
         return data
 
     def read_into(self, views: Sequence[memoryview]) -> None:
-        """Read the array into `views`, one behind the other, which take all its bytes.
+        """Read the array into `views`, one after the other, which take all its bytes.
 
         Raise SessionError as `read` does.
         """

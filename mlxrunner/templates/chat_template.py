@@ -133,7 +133,7 @@ class ChatTemplate:
                 problem = _explained(lost, rendering)
         if is_partial and first is not None:
             return first
-        # A system prompt is no reason for a refusal that is the same without it.
+        # A system prompt is not a reason for a refusal that is the same without it.
         raise (
             problem
             or refusals.get(True)
@@ -220,7 +220,7 @@ class ChatTemplate:
         return lost
 
     def _marked(self, rendering: _Rendering) -> set[Lost]:
-        """Return all that the template writes, as it shows with a mark behind each text."""
+        """Return all that the template writes, as it shows with a mark after each text."""
         mark = MARK
         while mark.partition("{")[0] in rendering.text:  # its letters have to be the mark's alone
             mark = "q" + mark
@@ -259,7 +259,7 @@ def _shows_parts(rendering: _Rendering) -> bool:
 def _doubts(rendering: _Rendering, proven: set[Key]) -> dict[Lost, Key]:
     """Return what may not be in the text, each with the key of its proof, unless it is `proven`.
 
-    A content is certain if it is long and found behind the one before it, and a system prompt if it
+    A content is certain if it is long and found after the one before it, and a system prompt if it
     is long and no other message has it, too. Everything else is written if the template writes a
     mark in its place.
     """
@@ -297,7 +297,7 @@ def _is_elsewhere(messages: Sequence[PlainMessage], index: int) -> bool:
 
 
 class _Search:
-    """A search for contents in a rendered text, each behind the one before.
+    """A search for contents in a rendered text, each after the one before.
 
     It ends after MOST_LOOKS texts, so that its time is linear. Behind them nothing is found, and
     marks have to prove what is written.
@@ -366,7 +366,7 @@ def _found(rendering: _Rendering) -> set[Lost]:
 
 
 def _with_marks(mark: str, number: int, message: PlainMessage) -> dict[str, Any]:
-    """Return a message with a mark behind its content, its calls' names and in their arguments."""
+    """Return a message with a mark after its content, its calls' names and in their arguments."""
     marked: dict[str, Any] = dict(message)
     if message["content"].strip():
         content = message["content"]
@@ -383,7 +383,7 @@ def _with_marks(mark: str, number: int, message: PlainMessage) -> dict[str, Any]
 
 
 def _with_argument(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Return a call with a mark behind each argument that is a text, and as one more argument."""
+    """Return a call with a mark after each argument that is a text, and as one more argument."""
     function = call["function"]
     given = {
         name: value + mark if isinstance(value, str) else value
@@ -399,7 +399,7 @@ def _name(tool: Any) -> str:
 
 
 def _renamed(tool: Any, mark: str) -> Any:
-    """Return a tool or a call with a mark behind the name of its function."""
+    """Return a tool or a call with a mark after the name of its function."""
     if not _name(tool):
         return tool
     if "function" not in tool:
@@ -449,7 +449,7 @@ def _explained(lost: Lost, rendering: _Rendering) -> MlxrunnerError:
 
 
 _END = "\ue0f8\ue0f9"
-"""Stands behind the words that are continued: private characters, which no template changes."""
+"""Stands after the words that are continued: private characters, which no template changes."""
 _TAGS = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 REMEDY = (
     "end it with a message of the user, or ask for a new message of the assistant "

@@ -766,7 +766,7 @@ def _document(where: str, part: Mapping[str, Any]) -> Iterator[str | Shown | Sta
 
 
 def _decoded(kind: str, data: str | None) -> str | None:
-    """Return the text of a file in base64; None if it is no text."""
+    """Return the text of a file in base64; None if it is not text."""
     if data is None or not (kind.startswith("text/") or kind in ("application/json", "")):
         return None
     try:

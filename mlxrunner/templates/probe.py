@@ -253,7 +253,7 @@ class TemplateProbe:
 
     @cached_property
     def takes_unpaired(self) -> bool:
-        """True if a call needs no result right behind it, and a result no call before it."""
+        """True if a call needs no result right after it, and a result no call before it."""
         return all(map(self._writes_always, ("ucu", "ucau", "ucut", "ut", "utau", "ucauta")))
 
     @cached_property
@@ -320,7 +320,7 @@ class _ProbedTurn(NamedTuple):
     before: Messages
     message: dict[str, Any]
     mark: str
-    """The text of the message behind which its end is looked for."""
+    """The text of the message after which its end is looked for."""
     after: dict[str, Any]
     """A message that may follow."""
     variables: Mapping[str, Any]
@@ -413,7 +413,7 @@ def _end(
     is_mark: Callable[[int], bool],
     openers: set[int],
 ) -> int | None:
-    """Return the token that ends a turn, from the tokens behind it; None if none does.
+    """Return the token that ends a turn, from the tokens after it; None if none does.
 
     `tails`: those of the last message, and those before a further one. `open_`: those of the last
     message with a generation prompt. Tokens that begin a message are none of the end.
@@ -452,7 +452,7 @@ def rendered(
 
 
 def _behind(text: str, mark: str) -> str:
-    """Return the text behind the last `mark`; nothing if there is none."""
+    """Return the text after the last `mark`; nothing if there is none."""
     return text.rpartition(mark)[2] if mark in text else ""
 
 

@@ -83,7 +83,7 @@ def render_jinja(
     }
     try:
         request = marshal.dumps((template, given), PLAIN)
-    except ValueError:  # something is no plain data
+    except ValueError:  # something is not plain data
         request = marshal.dumps((template, plain(given)), PLAIN)
     return PROCESSES.render(request)
 

@@ -80,7 +80,7 @@ class Keyboard:
     def ask(self, question: str) -> str:
         """Return the line that the user types after `question`, or "" at the end of the input.
 
-        Keys that were typed before the question are no answer: they wait for the next line.
+        Keys that were typed before the question do not answer it: they wait for the next line.
         """
         self._earlier += self._typed()
         with self.lent():

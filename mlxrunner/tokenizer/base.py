@@ -72,7 +72,7 @@ class Vocabulary:
     def guide(self) -> Any:
         """The vocabulary in llguidance's form. Computing it takes a second per 100,000 tokens.
 
-        Its end token is one behind the last, which no model has. The stop tokens of a request
+        Its end token is one after the last, which no model has. The stop tokens of a request
         decide where an answer may end.
         """
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -474,7 +474,7 @@ class AnswerTokens(NamedTuple):
     def of(
         cls, chunks: Sequence[Chunk], tokenizer: Tokenizer, context: Sequence[int]
     ) -> AnswerTokens:
-        """Return the tokens of an answer behind the tokens `context`.
+        """Return the tokens of an answer after the tokens `context`.
 
         Those of half a character, of a stop string, and after that are left out.
         """

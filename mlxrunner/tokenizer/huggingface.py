@@ -134,7 +134,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
 
     @cached_property
     def takers(self) -> frozenset[str]:
-        """The tokens that take the white space behind them, which then has no tokens of its own."""
+        """The tokens that take the white space after them, which then has no tokens of its own."""
         backend = getattr(transformers_tokenizer(self._wrapper), "backend_tokenizer", None)
         added = {} if backend is None else backend.get_added_tokens_decoder()
         return frozenset(one.content for one in added.values() if one.rstrip)
@@ -151,7 +151,7 @@ class HuggingFaceTokenizer(TemplateTokenizer):
 
     @cached_property
     def _cut(self) -> re.Pattern[str] | None:
-        """The ends of messages behind which a text can be cut; None if there are none.
+        """The ends of messages after which a text can be cut; None if there are none.
 
         A fast tokenizer of transformers finds special tokens before it does anything else, and
         encodes what is between them apart. Only tokens count that are always found where their text

@@ -113,9 +113,9 @@ class TokenizedPrompt:
 
 
 OTHER = "\ue0f2another message\ue0f3"
-"""Stands for the text behind a system prompt: private characters, which no template changes."""
+"""Stands for the text after a system prompt: private characters, which no template changes."""
 MOST_MERGED = 4
-"""Most tokens by which a system prompt's last token may differ with the text behind it."""
+"""Most tokens by which a system prompt's last token may differ with the text after it."""
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | TokenizedPrompt
 """Raw text, token ids, messages for the chat template, or a prompt that the caller tokenized."""
 
@@ -132,8 +132,8 @@ def tokenize_prompt(
     A `str` is raw text, messages go through the chat template, and token ids are used unchanged.
     `variables` are the other variables of the template, such as `tools`. `context` is the number of
     tokens that the prompt and its answer may have; None: any number. `continues`: True if the
-    answer goes on from the last message, which is the assistant's; False if it is a new message;
-    None: it goes on wherever the last message is the assistant's.
+    answer continues from the last message, which is the assistant's; False if it is a new message;
+    None: it continues wherever the last message is the assistant's.
 
     Raise OptionError if there are variables without messages, or if the template does not use the
     tools. Raise ContextLengthError, before anything is tokenized, if the prompt is certainly too
@@ -220,7 +220,7 @@ def system_tokens(tokenizer: Tokenizer, prompt: TokenizedPrompt, context: int) -
         ends = [prompt.text.find(one) + len(one) for one in texts if one in prompt.text]
         head = prompt.text[: max(ends, default=0)]
     kept = max(first, common_prefix(as_tokens(tokenizer.encode(head)), prompt.tokens))
-    # The last token of the head may be one with the text behind it.
+    # The last token of the head may be one with the text after it.
     for count in range(kept, min(kept + MOST_MERGED, len(prompt.tokens)) + 1):
         text = tokenizer.decode(words(prompt.tokens[:count]).tolist())
         if all(one in text for one in texts):
@@ -233,7 +233,7 @@ def _head(tokenizer: Tokenizer, prompt: TokenizedPrompt, systems: Sequence[str])
     """Return the beginning of a prompt's text with its system messages, whose texts are `systems`.
 
     That is their rendering alone if the template takes them alone, or else all that stays the same
-    with another message behind them. None: the template writes them later.
+    with another message after them. None: the template writes them later.
     """
     count = system_count(prompt.messages)
     alone, after = prompt.messages[:count], prompt.messages[count : count + 1]

@@ -68,7 +68,7 @@ class SentencePieceTokenizer(TemplateTokenizer):
         self._special |= {text: token for text, token in added.items() if isinstance(token, int)}
         self._special |= {text: int(token) for token, text, _ in entries if token.isdecimal()}
         self._special.pop("", None)
-        # Tokens that take the white space behind them, or before them.
+        # Tokens that take the white space after them, or before them.
         self.takers = frozenset(text for _, text, one in entries if one.get("rstrip") is True)
         before = {text for _, text, one in entries if one.get("lstrip") is True}
         space = r"\s*"

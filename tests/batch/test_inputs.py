@@ -305,7 +305,7 @@ def test_a_data_set_of_the_hub_comes_from_the_local_cache(
 
 
 def test_each_file_of_a_folder_is_a_prompt() -> None:
-    """Sorted, with its path as its id; what is no text, or leads out, is an error of that file."""
+    """Sorted, with its path as its id; what is not text, or leads out, is an error of that file."""
     Path("in/sub").mkdir(parents=True)
     Path("in/b.txt").write_text("Hello\n\n")
     Path("in/sub/a.md").write_bytes(b"\xef\xbb\xbfBye\r\nnow\r\n")

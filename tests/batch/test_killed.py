@@ -1,4 +1,4 @@
-"""Runs that are killed or interrupted at any moment go on without loss or repeated work."""
+"""Runs that are killed or interrupted at any moment continue without loss or repeated work."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_run_killed_at_many_random_points_equals_an_unbroken_one(folder: Path)
 
 
 def test_a_killed_shard_equals_an_unbroken_one(folder: Path) -> None:
-    """The store of a shard has its lines only, and goes on like that of a whole batch."""
+    """The store of a shard has its lines only, and continues like that of a whole batch."""
     Path("in.jsonl").write_text(lines(120, broken=(7, 61)))
     options = ["--shard", "2/2", "--no-usage", "--context", "128", "--parallel", "1", "-q"]
     assert run("in.jsonl", "-o", "whole.jsonl", *options).exit_code in (0, 3)

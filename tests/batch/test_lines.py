@@ -97,7 +97,7 @@ def test_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def test_a_list_of_prompts_is_one_line_for_each() -> None:
-    """Each has the options of the list, and its number behind the id."""
+    """Each has the options of the list, and its number after the id."""
     content = b'{"id": 7, "prompt": ["a", [5, 6]], "seed": 1}\n{"prompt": ["b", "c"]}'
     assert read(content) == [
         InputLine(0, 1, [user("a")], "7/0", options={"seed": 1}),

@@ -104,7 +104,7 @@ ROWS, MANY = range(50), range(1, 101)
     [
         # Grouped: the output grows with every line, though the ids come the other way round.
         ([[9 - group, 1, 9 - question] for group in range(5) for question in range(7)], range(35)),
-        # A prompt comes before those that go on from it: else its last token is evaluated twice.
+        # A prompt comes before those that continue from it: else its last token is evaluated twice.
         ([[1, 2, 3], [4], [1, 2], [1, 2]], [2, 3, 0, 1]),
         # One early line in a large group must not hold up everybody.
         ([[2], *([1, n] for n in ROWS), *([2, n] for n in ROWS)], [*MANY[:50], 0, *MANY[50:]]),
@@ -116,7 +116,7 @@ def test_the_order_of(prompts: Prompts, expected: Sequence[int]) -> None:
 
 
 def test_deep_and_wide_trees_need_no_recursion() -> None:
-    """Prompts that go on from each other, and many that share nothing."""
+    """Prompts that continue from each other, and many that share nothing."""
     deep = [[7] * length for length in range(3000, 0, -1)]
     assert chosen(deep) == by_tokens(deep)
     wide = [[number] for number in random.Random(1).sample(range(10**6), 20_000)]

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on with --resume, without loss or repeated work."""
+"""A run that was stopped continues with --resume, without loss or repeated work."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ OTHERS = {
 def test_other_options_another_model_or_input_are_refused_with_the_difference(
     is_complete: bool,
 ) -> None:
-    """Both values; what is there stays, and the right command still goes on.
+    """Both values; what is there stays, and the right command still continues.
 
     One byte of the input is enough. A plan refuses the same.
     """
@@ -230,7 +230,7 @@ def test_an_error_before_the_first_answer_leaves_nothing_behind() -> None:
 @pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("limit", [30_000, 200], ids=["the store", "the output"])
 def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(limit: int) -> None:
-    """Wherever it is met; the run goes on when there is room."""
+    """Wherever it is met; the run continues when there is room."""
     expected = unbroken()
     if limit < 1000:
         stop_in_the_middle()

@@ -145,7 +145,7 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_killed_at_any_step_of_the_exchange(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output is the old or the new one, whole; the same command goes on."""
+    """The output is the old or the new one, whole; the same command continues."""
     before = some_fail("--no-usage")
     with monkeypatch.context() as patched:
         patched.setattr(STEPS[step], raising(KeyboardInterrupt))
@@ -252,7 +252,7 @@ def test_a_plan_is_about_the_failed_lines_that_are_left(monkeypatch: pytest.Monk
 
 
 def test_a_full_disk_leaves_the_old_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 1, and the same command goes on when there is room."""
+    """Exit code 1, and the same command continues when there is room."""
     before = some_fail()
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", raising(OSError(28, "No space")))

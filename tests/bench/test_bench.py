@@ -103,7 +103,7 @@ def test_mlx_lm_s_prompt_cache_is_trimmed_to_what_is_shared(
 ) -> None:
     """A trimmed prompt cache gives a cold run's tokens and evaluates only what is new.
 
-    It starts anew where a cache cannot be trimmed.
+    It starts again where a cache cannot be trimmed.
     """
     write_model(tmp_path / "m", architecture)
     runner = Runner.load(str(tmp_path / "m"), reserve=False)

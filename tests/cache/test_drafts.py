@@ -74,7 +74,7 @@ def test_random_drafts_on_the_oracle(kinds: list[str], context: int | None, budg
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("context", [None, 96], ids=["room", "full"])
 def test_random_drafts_on_real_architectures(architecture: str, context: int | None) -> None:
-    """The log-probabilities behind what is kept are those of a cold run, token by token."""
+    """The log-probabilities after what is kept are those of a cold run, token by token."""
     model, rng = build(architecture), random.Random(architecture)
     drafting = Drafting(model, rng, vocab=VOCAB, near=NEAR, context=context)
     seen = play(drafting, 3, interrupts=0.15)

@@ -107,7 +107,7 @@ def test_what_a_draft_held_is_no_way_back_for_a_layer_that_it_does_not_hold() ->
 
 
 def test_what_a_draft_held_is_gone_once_other_tokens_take_its_place() -> None:
-    """A layer that goes back behind it by a checkpoint, and forth, holds another text there."""
+    """A layer that goes back after it by a checkpoint, and forth, holds another text there."""
     side = taken("unknown", "full", budget=10**6)
     side.lease.hold(1)
     side.lease.restart([*PROMPT[:30], 99])
@@ -215,7 +215,7 @@ def test_what_is_no_token_id_is_refused(bad: list[Any]) -> None:
 )
 @pytest.mark.exhaustive(6)
 def test_a_window_is_complete_behind_a_gap(tokens: int, closes: bool) -> None:
-    """Before a token has left it, or once the tokens behind the gap fill it.
+    """Before a token has left it, or once the tokens after the gap fill it.
 
     8 tokens are seen, 2 are kept and 4 are dropped.
     """
@@ -247,7 +247,7 @@ def test_the_least_valuable_is_chosen() -> None:
 
 
 def test_what_is_never_used_again_goes_at_some_time() -> None:
-    """Each one that is given up lets the clock go on, and others gain on the unused one."""
+    """Each one that is given up lets the clock continue, and others gain on the unused one."""
     dual = GreedyDual[int]()
     dual.use(0)
     given_up = []

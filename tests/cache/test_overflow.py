@@ -1,4 +1,4 @@
-"""A full context: the answer ends, fails, or goes on without its oldest tokens."""
+"""A full context: the answer ends, fails, or continues without its oldest tokens."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def assert_alike(warm: Result, cold: Result) -> None:
 def one_window(**options: Any) -> Runner:
     """A runner of two layers: a window of 16, whose keys follow from token and position alone.
 
-    The layer behind it adds nothing. So the window stores after a shift what a cold run stores.
+    The layer after it adds nothing. So the window stores after a shift what a cold run stores.
     """
     window = {"num_hidden_layers": 2, "sliding_window": 16, "sliding_window_pattern": 2}
     runner = build("gemma3_text", window, context=64, **options)

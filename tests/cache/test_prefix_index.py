@@ -17,7 +17,7 @@ def marks(index: PrefixIndex, tokens: list[int]) -> Fingerprints:
 
 
 def some_texts(seed: int, count: int = 200) -> list[list[int]]:
-    """Return texts that go on from each other, from any place."""
+    """Return texts that continue from each other, from any place."""
     rng, texts = random.Random(seed), [[1, 2, 3]]
     for _ in range(count):
         base = rng.choice(texts)
@@ -41,7 +41,7 @@ def test_it_knows_exactly_the_prefixes_that_were_added(tmp_path: Path, seed: int
 
 
 def test_a_file_cut_off_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
-    """A killed process may leave a record half written; the next one goes on behind the whole."""
+    """A killed process may leave a record half written; the next one continues after the whole."""
     file, texts = tmp_path / NAME, some_texts(1, 12)
     index = PrefixIndex(file)
     for text in texts:

@@ -38,7 +38,7 @@ def test_code_is_copied_from_the_last_answer_that_has_some(
 
 
 def test_a_text_file_goes_into_the_message(chat: Chat, do: Do, tmp_path: Path) -> None:
-    """With /file before it, so that it is evaluated while one types; with @ behind it."""
+    """With /file before it, so that it is evaluated while one types; with @ after it."""
     (tmp_path / "note.txt").write_text("My name is Ana.\n```\nx\n```")
     (tmp_path / "two words.txt").write_text("spaces")
     chat.conversation.options["max_tokens"] = 3

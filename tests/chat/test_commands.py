@@ -117,7 +117,7 @@ ERRORS = [
     ],
 )
 def test_what_cannot_be_done_is_one_line(do: Do, line: str, said: str) -> None:
-    """With what to do instead where there is something; the chat goes on."""
+    """With what to do instead where there is something; the chat continues."""
     lines = do(line, "Hello!")
     assert lines[0] == "Hello! How can I help you?"
     assert len(lines) == 2
@@ -236,7 +236,7 @@ def test_answers_are_sampled_as_the_model_suggests(
 
 
 def test_a_context_is_changed_by_loading_again(chat: Chat, do: Do) -> None:
-    """The conversation stays, and goes on as if nothing had been."""
+    """The conversation stays, and continues as if nothing had been."""
     lines = do("My name is Ana.", "/set context 512", "What is my name?", "/set context")
     assert lines[:2] == ["Nice to meet you.", "Your name is Ana."]
     assert lines[2:] == [

@@ -67,7 +67,7 @@ def endless(runner: Runner, **options: Any) -> Conversation:
 
 
 def test_an_answer_that_is_stopped_stays_as_far_as_it_was_shown() -> None:
-    """In the history and in the entry; the next turn goes on from there, and both count."""
+    """In the history and in the entry; the next turn continues from there, and both count."""
     runner = oracle_runner()
     conversation = endless(runner)
     answer: Iterator[Any] = conversation.send("hello")
@@ -160,7 +160,7 @@ def test_a_full_context_never_ends_a_chat(options: dict[str, Any]) -> None:
 
 
 class Stripping(ByteTokenizer):
-    """A template that leaves thinking out of earlier answers, so that the tokens never go on."""
+    """A template that leaves thinking out of earlier answers, so that the tokens never continue."""
 
     def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         changed = [

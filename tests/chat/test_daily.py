@@ -38,7 +38,7 @@ def test_a_goodbye_leaves(open_screen: Any, goodbye: str) -> None:
 
 
 def test_help_fits_a_small_screen(open_screen: Any) -> None:
-    """With the prompt before and behind it; /help all has every command, and /? is /help."""
+    """With the prompt before and after it; /help all has every command, and /? is /help."""
     screen = open_screen(*CHAT, size=(80, 24))
     short = screen.say("/help")
     assert ">>> /help" in screen.lines

@@ -63,7 +63,7 @@ def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_path_with_spaces_is_completed_in_quotes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder leaves the quotes open, as its path goes on."""
+    """A folder leaves the quotes open, as its path continues."""
     (tmp_path / "my notes").mkdir()
     (tmp_path / "my notes" / "of may.txt").touch()
     monkeypatch.chdir(tmp_path)
@@ -144,7 +144,7 @@ def as_anyone() -> Iterator[None]:
 
 
 def test_a_history_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
-    """Nothing is said: it is no reason not to talk."""
+    """Nothing is said: it is not a reason not to talk."""
     tmp_path.chmod(0o500)
     with as_anyone():
         PrivateHistory(tmp_path / "history").store_string("one")

@@ -70,7 +70,7 @@ def test_tokens_that_a_full_context_drops_are_counted(capsys: pytest.CaptureFixt
 def test_turns_that_a_full_context_leaves_out_are_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where the conversation is rendered anew."""
+    """Where the conversation is rendered again."""
     chat = chat_of(100, "a" * 30, "b" * 30, "c", max_tokens=12)
     chat.conversation.policy = "template"
     notes = [note for note in notes_of(chat, capsys) if "was full" in note]

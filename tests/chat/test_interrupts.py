@@ -23,7 +23,7 @@ from mlxrunner.testing import PACKAGE, oracle_runner
 
 
 class Presses:
-    """Presses Ctrl-C before given lines of this package, counted anew after each one."""
+    """Presses Ctrl-C before given lines of this package, counted again after each one."""
 
     def __init__(self, lines: list[int]) -> None:
         self._left, self.seen, self.most = lines, 0, 0

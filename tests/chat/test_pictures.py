@@ -180,7 +180,7 @@ def test_only_a_user_shows_pictures(chat: Chat, pictures: list[Path]) -> None:
 def test_a_model_without_eyes_stays(
     demo: Runner, pictures: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line says why, and the chat goes on."""
+    """One line says why, and the chat continues."""
     chat = Chat(Conversation(demo), model="demo", loading={"reserve": False})
     type_to(chat, f"/image {pictures[0]}", "My name is Ana. What is my name?")
     out, err = capsys.readouterr()

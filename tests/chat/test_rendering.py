@@ -116,7 +116,7 @@ class Harmony(ByteTokenizer):
 
 
 def test_thinking_that_is_a_message_of_its_own_is_left_out_too() -> None:
-    """The template is given the answer proper, every turn goes on, and each is a full hit."""
+    """The template is given the answer proper, every turn continues, and each is a full hit."""
     conversation, script = talk(Harmony())
     analysis, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
     final, user = "<|channel|>final<|message|>", "<|start|>user<|message|>"
@@ -202,7 +202,7 @@ def test_other_tokens_of_the_same_text_are_a_drift_that_exact_keeps() -> None:
 
 
 def test_a_draft_is_the_beginning_of_what_is_sent() -> None:
-    """It may go on in any way, also behind earlier turns."""
+    """It may continue in any way, also behind earlier turns."""
     runner = Runner.load("demo", reserve=False)
     conversation = Conversation(runner, "Be brief.")
     for text in ("My name is Ana.", "I have a dog."):

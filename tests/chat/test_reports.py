@@ -54,7 +54,7 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
             reevaluated_tokens=4,
         )
     )
-    sentence = REASONS[reason].sentence if reason else "text moved behind a change"
+    sentence = REASONS[reason].sentence if reason else "text moved after a change"
     assert lines[0].startswith(sentence)
     assert lines[0].endswith(
         "20 of 50 prompt tokens were reused, 10 had been evaluated in advance, 6 missed, "
@@ -66,7 +66,7 @@ def test_every_reason_has_its_words(reason: str | None) -> None:
     assert lines[1:-5] == ([f"remedy: {mend}"] if mend else [])
     assert lines[-5:] == [
         "6 missed tokens had been evaluated before",
-        "3 displaced tokens were in the turn before, too, behind the place that changed",
+        "3 displaced tokens were in the turn before, too, after the place that changed",
         "a checkpoint at token 30 was used",
         "5 cached tokens were trimmed, because the prompt differs from there on",
         "the context was full: 9 of the oldest tokens were dropped, 4 evaluated again for it",

@@ -1,4 +1,4 @@
-"""A chat with pictures that was saved goes on where it was, in another process."""
+"""A chat with pictures that was saved continues where it was, in another process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_picture_that_is_not_what_its_name_says_stays_a_name(
     damage: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The chat goes on, and shows it to the model as text."""
+    """The chat continues, and shows it to the model as text."""
     typed, _ = saved_chat(seeing, pictures[0], tmp_path)
     (file,) = (tmp_path / "sessions" / "zor").glob("picture-*.png")
     if damage == "broken":
@@ -119,7 +119,7 @@ def test_it_goes_on_in_another_process(
 @pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_chats_go_on_as_cold(seed: int, pictures: list[Path], tmp_path: Path) -> None:
-    """Pictures are shown, taken back and saved, and any of three processes goes on with them."""
+    """Pictures are shown, taken back and saved, and any of three processes continues with them."""
     drawn, reused = random.Random(seed), 0
     runners = [Runner.load(DEMO, pictures=True, reserve=False) for _ in range(3)]
     for turn in range(6):
@@ -222,7 +222,7 @@ def test_no_file_of_mlx_lm_has_pictures(
 def test_a_model_that_is_loaded_again_has_other_ids(
     how: str, pictures: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens of pictures are made anew, and the answer is that of a cold run."""
+    """Tokens of pictures are made again, and the answer is that of a cold run."""
     model = write_seeing(tmp_path / "idefics3", "idefics3")  # no option says that it sees
     typed = typed_to(Runner.load(model, reserve=False), tmp_path, str(model))
     typed.chat.loading = {"reserve": False}

@@ -24,7 +24,7 @@ from mlxrunner.sessions.store import SessionStore
 
 
 def test_a_damaged_cache_file_costs_a_cold_turn(talk: Talk, data: Path) -> None:
-    """One line says so; the conversation goes on, and is whole again afterwards."""
+    """One line says so; the conversation continues, and is whole again afterwards."""
     talk(["My name is Zorblin."], "--session", "zor")
     file = pieces(data / "sessions" / "zor", "talk-")[0]
     file.write_bytes(file.read_bytes()[:-100])

@@ -75,7 +75,7 @@ def test_enter_stops_it_after_the_chunk_at_hand() -> None:
 
 
 def test_typing_on_does_not_stop_what_stays_true() -> None:
-    """Evaluation goes on when the text grows, and stops for another text, which comes next."""
+    """Evaluation continues when the text grows, and stops for another text, which comes next."""
     worker, draft = Worker(chunks=2), TypedText()
     worker.may_go_on.release(2)
     thread = run(worker, draft)

@@ -207,7 +207,7 @@ def test_max_errors_stops_and_can_be_gone_on_with() -> None:
 
 
 def test_the_first_error_is_that_of_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is that of the first line, broken or failed, also in a run that goes on."""
+    """The error is that of the first line, broken or failed, also in a run that continues."""
 
     def fall(deadline: object, *reached: int) -> None:
         raise ValueError("it fell")

@@ -154,7 +154,7 @@ def test_lines_of_the_responses_api_are_answered_with_its_response_object() -> N
 
 
 def test_token_ids_and_lists_of_prompts_are_answered() -> None:
-    """A list has an answer for each of its prompts, with its number behind the id."""
+    """A list has an answer for each of its prompts, with its number after the id."""
     from mlxrunner.models.load import tokenizer_of
 
     run(f"{write({'prompt': 'Hello!'})} -o plain.jsonl --raw --max-tokens 3")

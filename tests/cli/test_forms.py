@@ -67,7 +67,7 @@ def test_an_answer_that_fits_a_schema(tmp_path: Path, more: list[str]) -> None:
     ],
 )
 def test_an_answer_that_is_one_of_the_choices(given: str, answers: set[str]) -> None:
-    """Separated by commas; a space behind one does not count; the demo model knows the name."""
+    """Separated by commas; a space after one does not count; the demo model knows the name."""
     result = generate("--choices", given)
     assert (result.stderr, result.exit_code) == ("", 0)
     assert result.stdout.rstrip("\n") in answers

@@ -88,7 +88,7 @@ def test_a_directory_with_a_model_may_be_one(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive(0)
 def test_a_pipe_that_is_closed_or_no_text_is_no_traceback(tmp_path: Path) -> None:
-    """Standard input that is closed adds nothing; bytes that are no text are refused."""
+    """Standard input that is closed adds nothing; bytes that are not text are refused."""
     words = ["-m", "mlxrunner", "generate", "--no-reserve", "My name is Ana."]
     read, write = os.pipe()
     os.close(write)

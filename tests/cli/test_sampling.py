@@ -103,7 +103,7 @@ def test_a_batch_samples_as_the_model_suggests_and_repeats_itself(
 
 
 def test_resume_says_that_the_model_suggests_something_else_now(model: Path) -> None:
-    """Answers of both are never mixed; the old value on the command line goes on."""
+    """Answers of both are never mixed; the old value on the command line continues."""
     Path("in.jsonl").write_text(f"{json.dumps({'prompt': ASKED})}\n" * 2)
     assert batch(model).exit_code == 0
     suggest(model, temperature=0.5, top_k=50)
@@ -114,7 +114,7 @@ def test_resume_says_that_the_model_suggests_something_else_now(model: Path) -> 
 def test_a_session_keeps_what_was_set_and_not_what_was_suggested(
     model: Path, asked: list[tuple[Any, dict[str, Any]]]
 ) -> None:
-    """A session that goes on follows the model; a value that equals the default is kept, too."""
+    """A session that continues follows the model; a value that equals the default is kept, too."""
     chat = ("chat", "-m", model, "--no-reserve", "--session", "s", "--set", "no_cache_file=true")
     assert run(*chat, stdin="/set max_tokens 2\n/set top_k 0\nHello!\n").exit_code == 0
     assert SessionStore().load("s").settings["options"] == {"max_tokens": 2, "top_k": 0}

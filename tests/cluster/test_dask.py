@@ -242,7 +242,7 @@ def test_local_workers_that_end_while_they_start_are_given_up(
     at_third_line: Callable[[Callable[[Any], None]], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The driver ends with one line that says why and how to go on, and keeps its answers."""
+    """The driver ends with one line that says why and how to continue, and keeps its answers."""
     keep, is_ending = DaskWorkers._keep, list[bool]()
 
     def keeps(workers: DaskWorkers) -> str | None:

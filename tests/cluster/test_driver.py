@@ -196,7 +196,7 @@ def test_the_lines_of_a_worker_that_ends_run_elsewhere(store: Store) -> None:
 def test_a_worker_without_a_sign_of_life_loses_its_lines_and_its_late_answers_count_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped with lines, and goes on after the others have answered some of them."""
+    """It is stopped with lines, and continues after the others have answered some of them."""
     monkeypatch.setattr(driving, "SILENT_S", 0.0)
     workers = PlayedWorkers("a", "b")
     workers.holds.add("a")

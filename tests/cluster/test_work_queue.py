@@ -196,7 +196,7 @@ def one_subtree() -> LineCosts:
 
 
 def documents() -> LineCosts:
-    """Return the costs of 40 questions on each of many documents behind a system prompt."""
+    """Return the costs of 40 questions on each of many documents after a system prompt."""
     return shape_of(np.where(np.arange(LINES) % 40 == 0, 100, 100 + PREFIX), own=30)
 
 

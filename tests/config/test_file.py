@@ -208,7 +208,7 @@ def test_a_file_that_others_may_write_to_is_refused(file: Path, mode: int) -> No
 
 
 def test_a_link_to_a_file_of_ones_own_is_followed(file: Path, tmp_path: Path) -> None:
-    """Users keep such files elsewhere; the file behind the link is checked."""
+    """Users keep such files elsewhere; the file after the link is checked."""
     (tmp_path / "mine.toml").write_text("model = 'a'")
     file.symlink_to(tmp_path / "mine.toml")
     assert read_config_file().model is not None

@@ -43,7 +43,7 @@ def answers(name: str) -> tuple[list[list[tuple[int | None, float | None]]], lis
 @pytest.mark.exhaustive(0)
 @pytest.mark.parametrize("name", KINDS)
 def test_tokens_ahead_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt beside an answer, from the beginning and behind a prefix, on all kinds of layers."""
+    """A prompt beside an answer, from the beginning and after a prefix, on all kinds of layers."""
     said, passes = answers(name)
     monkeypatch.setattr(batched, "AHEAD_TOKENS", 1000)
     whole, at_once = answers(name)

@@ -67,7 +67,7 @@ def test_a_model_that_depends_on_chunks_gets_those_of_runner(length: int) -> Non
 @pytest.mark.parametrize("budget", [0, 10**6], ids=["no-checkpoints", "checkpoints"])
 @pytest.mark.parametrize("kinds", [["recurrent", "full"], ["unknown", "composite"]], ids="+".join)
 def test_each_turn_takes_the_passes_of_runner(kinds: list[str], budget: int) -> None:
-    """A short turn behind a long conversation is one pass, as in a short conversation."""
+    """A short turn after a long conversation is one pass, as in a short conversation."""
     facts = ModelFacts("oracle", 4096, True, {kind: kinds.count(kind) for kind in kinds}, ORACLES)
     given = {"context": 512, "checkpoint_budget": budget, "prefill_step": 64}
     theirs, ours = OracleModel(kinds), OracleModel(kinds)

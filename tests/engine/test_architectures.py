@@ -224,7 +224,7 @@ class Stacked:
 @pytest.mark.exhaustive(2, "qwen3_5")
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_one_member_of_a_stack_can_undo_its_last_pass(architecture: str) -> None:
-    """The others are not touched, and all go on as a cold run."""
+    """The others are not touched, and all continue as a cold run."""
     stacked = Stacked(model_of(architecture))
     for cache in stacked.apart(1):
         assert (cache.offset, cache.reachable(cache.offset - 1)) == (5, 4)

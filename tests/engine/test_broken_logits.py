@@ -47,12 +47,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class BreakingModel(OracleModel):
-    """An oracle whose logits are broken behind a number of tokens of the answer."""
+    """An oracle whose logits are broken after a number of tokens of the answer."""
 
     def __init__(self, kinds: list[str]) -> None:
         super().__init__(kinds)
         self.at: int | None = None
-        """The number of tokens in the caches behind which they are broken; None: never."""
+        """The number of tokens in the caches after which they are broken; None: never."""
         self.change = BROKEN["all NaN"]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
@@ -138,7 +138,7 @@ def poisoned(name: str, token: int) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "jamba"])
 def test_answers_beside_a_broken_one_are_as_if_alone(name: str) -> None:
-    """NaN in cells that all of a step read reaches them; they go on from their last token."""
+    """NaN in cells that all of a step read reaches them; they continue from their last token."""
     asked: dict[str, Any] = {"max_tokens": 24, "stop_tokens": []}
     prompts = [[*PROMPT[: 10 + number], number] for number in range(3)]
     with Runner(*tiny_parts(name), context=128) as alone:

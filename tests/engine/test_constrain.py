@@ -135,7 +135,7 @@ def test_a_stop_token_comes_only_where_the_form_is_complete(llama: Runner) -> No
 
 
 def test_the_stop_tokens_of_the_request_count(llama: Runner) -> None:
-    """Without stop tokens the answer goes on as the form does; a letter as one is left out."""
+    """Without stop tokens the answer continues as the form does; a letter as one is left out."""
     assert text(ask(llama, choices=["a", "ab", "abc"], stop_tokens=[])) == "abc"
     chunks = ask(llama, schema={"type": "integer"}, stop_tokens=[], max_tokens=30)
     assert (len(chunks), chunks[-1].finish_reason) == (30, "length")

@@ -282,7 +282,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_each_model_of_a_server_has_a_draft_model_if_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another model goes on without, and a line says why."""
+    """Another model continues without, and a line says why."""
     settings = ServeSettings(slots=2, disk_cache=False, memory=4 * 10**8)
     opening = ModelLoader(settings=settings, runner={"context": 200}, draft_model="demo")
     first = opening.load("demo", 2**28)

@@ -57,7 +57,7 @@ def is_as_it_was(model: Any) -> bool:
 def test_an_error_while_a_token_is_read_ends_one_request_and_says_so(
     llama: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others go on, and the slot of the failed one can be used."""
+    """The others continue, and the slot of the failed one can be used."""
     with Engine(*llama, max_sequences=2, context=80) as runner:
         first = runner.submit(LONG, max_tokens=9, stop_tokens=[])
         second = runner.submit(OTHER, max_tokens=9, stop_tokens=[])

@@ -114,7 +114,7 @@ class NoZ(ByteTokenizer):
 
 
 def test_a_dead_end_is_an_error_of_its_own_request() -> None:
-    """The chunks before it are not lost, the others go on, and its slot is exact for the next."""
+    """The chunks before it are not lost, others continue, and its slot is exact for the next."""
     given, prompt = parts(tokenizer=NoZ()), [5, 6, 7, 8]
     with Engine(*given, max_sequences=2, context=60) as runner:
         other = runner.submit(prompt, max_tokens=25, stop_tokens=[])

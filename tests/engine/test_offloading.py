@@ -1,4 +1,4 @@
-"""Long conversations are parked and come back in pieces, while answers go on."""
+"""Long conversations are parked and come back in pieces, while answers continue."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def watch_what_makes_room(runner: Engine, monkeypatch: pytest.MonkeyPatch) -> li
 def test_what_makes_room_for_a_growing_answer_is_parked_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In as many steps as it has pieces, while the answer goes on; nothing is written at once."""
+    """In as many steps as it has pieces, while the answer continues; nothing is written at once."""
     talks = Talks(name, tmp_path / "parked", kv_cache_tokens=220, context=220)
     talks.say(0)
     lacking = watch_what_makes_room(talks.runner, monkeypatch)
@@ -177,7 +177,7 @@ def test_what_makes_room_for_a_growing_answer_is_parked_before(
 def test_a_request_that_steps_back_is_parked_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives its cells up when they are needed, and goes on from the disk."""
+    """It gives its cells up when they are needed, and continues from the disk."""
     claim_least(8, 60, monkeypatch)
     talks = Talks("llama", tmp_path / "parked", kv_cache_tokens=200, context=200)
     lacking = watch_what_makes_room(talks.runner, monkeypatch)

@@ -107,7 +107,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, way: str) -> None:
 
 
 class BrokenBehindWrong(RepeatingModel):
-    """Computes no number behind a token that is not that of `right` at its place."""
+    """Computes no number after a token that is not that of `right` at its place."""
 
     right: list[int]
 
@@ -142,7 +142,7 @@ def test_logits_behind_a_wrong_guess_may_be_anything() -> None:
 def test_an_answer_may_end_anywhere_in_an_accepted_run(name: str, ending: int) -> None:
     """The entry is the same after `max_tokens` and after a close, and so is what comes next.
 
-    A case tries two of the prompts that may come next behind each way to end; the next endings try
+    A case tries two of the prompts that may come next after each way to end; the next endings try
     the others.
     """
     for first, way in ((ending, "closed"), (ending + 4, "limited")):

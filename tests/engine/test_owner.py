@@ -75,7 +75,7 @@ ON_ONE: dict[str, Callable[[Runner, Any], object]] = {
 
 @pytest.mark.parametrize("call", ON_MANY)
 def test_many_sequences_belong_to_the_thread_that_opened_them(llama: Parts, call: str) -> None:
-    """The error names both threads and says what to do; the request goes on undisturbed."""
+    """The error names both threads and says what to do; the request continues undisturbed."""
     with Engine(*llama, max_sequences=2, context=80, prefill_step=16) as runner:
         handle = runner.submit(PROMPT, **LIMITS)
         for _ in range(4):

@@ -148,7 +148,7 @@ def test_a_limit_in_milliseconds_is_kept_without_rests() -> None:
     ids=["a limit below a step", "no limit", "no limit and no answer", "a full row"],
 )
 def test_what_a_step_carries(most: int, limit: float | None, rows: int, carried: int) -> None:
-    """A prompt of 4,000 tokens goes on beside `rows` answers, whose steps are known."""
+    """A prompt of 4,000 tokens continues beside `rows` answers, whose steps are known."""
     device = Device(linear, StepPace(most, max_step_ms=limit))
     for _ in range(9):
         device.step(rows, 0, 0)

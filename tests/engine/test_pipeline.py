@@ -50,7 +50,7 @@ def test_a_prompt_that_was_evaluated_in_advance_is_a_hit_and_exact(mix: Mix) -> 
 @mixes
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3])
 def test_what_was_finished_before_it_was_cancelled_stays(mix: Mix, chunks: int) -> None:
-    """Nothing more stays; the next request goes on from there, with the tokens of a cold run."""
+    """Nothing more stays; the next request continues from there, with the tokens of a cold run."""
     prompt, runner = numbers(40, 2), opened(mix)
     done = runner.evaluate(prompt, cancelled=CancelAfter(chunks))
     assert done == len(runner.entry.tokens) < len(prompt)

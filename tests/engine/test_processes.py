@@ -70,7 +70,7 @@ def test_an_open_runner_lets_the_interpreter_end(end: str) -> None:
 
 
 def test_in_the_child_of_a_fork_nothing_waits_for_the_thread_that_is_missing() -> None:
-    """Even if another thread held the lock: every call ends, and the parent's runner goes on."""
+    """Even if another thread held the lock: every call ends, and the parent's runner continues."""
     ran = program(
         """
         from mlxrunner import EngineError

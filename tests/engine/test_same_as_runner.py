@@ -27,7 +27,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def talks(rng: random.Random, count: int) -> list[list[int]]:
-    """Return prompts that go on, go back, leave out the middle, repeat or begin anew."""
+    """Return prompts that continue, go back, leave out the middle, repeat or begin again."""
     prompts, talk = [], [rng.randrange(290) for _ in range(rng.randint(1, 40))]
     for _ in range(count):
         kind = rng.choice(["on", "on", "on", "edit", "cut", "again", "new"])

@@ -132,7 +132,7 @@ def test_a_prefix_that_has_been_evaluated_and_is_gone_is_not_waited_for(
 
 
 def test_one_token_of_a_prompt_is_left_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slot is asked to resume at that place, not at the one behind it."""
+    """The slot is asked to resume at that place, not at the one after it."""
     asked: list[int] = []
     monkeypatch.setattr(Slot, "reach", lambda slot, to: asked.append(to) or to)
     assert chosen(slots_of({"has": [1, 2, 3, 4]}), [1, 2, 3])[2] == 2

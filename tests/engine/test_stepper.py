@@ -273,7 +273,7 @@ def test_buffers_that_cannot_be_evaluated_after_a_failed_step_are_dropped(
 def test_tokens_that_cannot_be_read_are_computed_again(
     llama: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All buffers are dropped, and every running request begins again and goes on as it was."""
+    """All buffers are dropped, and every running request begins again and continues as it was."""
     prompts = [list(range(30)), [9, 8, 7], list(range(20, 50))]
     options: dict[str, Any] = {"max_tokens": 9, "stop_tokens": [], "temperature": 1.0, "seed": 5}
     expected = [alone(llama, prompt, **options) for prompt in prompts]
@@ -303,7 +303,7 @@ def test_many_slots_are_reserved_by_sampling_for_a_few(llama: Any) -> None:
     with Engine(*llama, max_sequences=40, context=8) as runner:
         few = largest_step(backend(runner), 80, 3, 8)
         many = largest_step(backend(runner), 80, 40, 8)
-    kept = 4  # keys and values behind one layer of each kind, in two passes
+    kept = 4  # keys and values after one layer of each kind, in two passes
     assert (len(few) - kept) / 3 == (len(many) - kept) / SAMPLED
 
 
@@ -399,7 +399,7 @@ def test_two_that_wait_for_a_cancelled_prefix_do_not_wait_for_each_other(
 def test_a_prefix_of_an_idle_slot_counts_where_cells_are_few(
     llama: Parts,
 ) -> None:
-    """A request that might not fit beside running ones is refused at once, and those go on."""
+    """A request that might not fit beside running ones is refused at once, and those continue."""
     prefix = list(range(1, 70))
     with Engine(*llama, max_sequences=2, context=100, kv_cache_tokens=100) as runner:
         runner.submit(prefix, max_tokens=1, stop_tokens=[]).result()

@@ -32,7 +32,7 @@ def test_an_interactive_prompt_goes_before_batch_ones(llama: Parts) -> None:
 
 
 def test_an_answer_in_a_batch_yields_to_an_interactive_prompt(llama: Parts) -> None:
-    """It goes on with what the step has left, and comes to its end with the same tokens."""
+    """It continues with what the step has left, and comes to its end with the same tokens."""
     with Engine(*llama, max_sequences=3, context=400, prefill_step=16) as runner:
         work = runner.submit(prompt := some(1, 20), max_tokens=30, stop_tokens=[], priority="batch")
         for _ in range(5):
@@ -66,7 +66,7 @@ def test_the_nearest_deadline_is_evaluated_first(llama: Parts) -> None:
     ("prompt", "said"), [(200, 0), (40, 5)], ids=["in its prompt", "in its answer"]
 )
 def test_a_deadline_ends_a_request_and_frees_its_slot(llama: Parts, prompt: int, said: int) -> None:
-    """Its tokens so far can be read, the error says how long it had, and others go on."""
+    """Its tokens so far can be read, the error says how long it had, and others continue."""
     with Engine(*llama, max_sequences=2, context=400, prefill_step=64) as runner:
         other = runner.submit(some(1, 40), max_tokens=12, stop_tokens=[])
         handle = runner.submit(some(2, prompt), max_tokens=150, stop_tokens=[], deadline=3600)

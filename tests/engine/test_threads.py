@@ -71,7 +71,7 @@ WAYS: list[Callable[[Handle], list[int | None]]] = [
 def test_a_look_at_the_slots_in_the_middle_of_a_step_changes_no_cells(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread looks when the cells of a batch are taken, and the step goes on with them."""
+    """Another thread looks when the cells of a batch are taken, and the step uses them."""
     place, looks, kept = KVPool.place, list[int](), list[bool]()
     with opened(llama, 3) as runner, ThreadPoolExecutor(1) as other:
 
@@ -218,7 +218,7 @@ def test_a_deadline_that_never_comes_lets_a_paused_request_wait(
 
 
 def test_waiting_ends_after_a_time(llama: Any) -> None:
-    """It says that the request has not ended, and refuses what is no number of seconds."""
+    """It says that the request has not ended, and refuses what is not a number of seconds."""
     with opened(llama, 1) as runner:
         first = runner.submit([9], **LONG)
         second = runner.submit([1], **LONG)
@@ -235,7 +235,7 @@ def test_waiting_ends_after_a_time(llama: Any) -> None:
 def test_a_reader_that_does_not_read_pauses_its_request_alone(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others go on; reading lets it go on, and the answer is whole."""
+    """Others continue; reading lets it continue, and the answer is whole."""
     monkeypatch.setattr(thread, "MOST_UNREAD", 8)
     with opened(llama, 2) as runner:
         slow = runner.submit([1], **LONG)
@@ -280,7 +280,7 @@ def test_paused_requests_do_not_keep_others_waiting_for_ever(
 
 
 def test_two_readers_at_once_are_refused_and_may_take_turns(llama: Any) -> None:
-    """The one that waits goes on undisturbed."""
+    """The one that waits continues undisturbed."""
     with opened(llama, 1) as runner:
         first = runner.submit([9], **LONG)
         second = runner.submit([1], max_tokens=9, stop_tokens=[])  # waits for a slot
@@ -501,7 +501,7 @@ for _ in range(10_000):
 def test_values_of_any_size_and_depth_are_refused(
     llama: Any, prompt: Any, options: dict[str, Any]
 ) -> None:
-    """In the thread that submits, those that Python can't write as well; others go on."""
+    """In the thread that submits, those that Python can't write as well; others continue."""
     with opened(llama, 2) as runner:
         running = runner.submit([9], **LONG)
         with pytest.raises((OptionError, PromptError)):
@@ -615,7 +615,7 @@ def test_a_closed_event_loop_harms_nobody(llama: Any) -> None:
 
 
 def test_the_engine_gets_no_interrupts(llama: Any) -> None:
-    """Ctrl-C comes to the main thread, wherever that is, and the request goes on."""
+    """Ctrl-C comes to the main thread, wherever that is, and the request continues."""
     with opened(llama, 1) as runner:
         handle = runner.submit([1], **LONG)
         for _ in range(5):

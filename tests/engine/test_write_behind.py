@@ -180,7 +180,7 @@ def after_a_kill(place: DiskCache, copy: Path, name: str) -> DiskCache:
 
 
 def most(place: DiskCache, tokens: list[int]) -> int:
-    """Return how many of `tokens` a prompt that goes on from them finds."""
+    """Return how many of `tokens` a prompt that continues from them finds."""
     found = place._index.find(np.array([*tokens, 1], np.int32))  # from another thread
     return 0 if found is None else found[1]
 
@@ -226,11 +226,11 @@ def step_until_saved(talks: Talks) -> None:
 
 @pytest.mark.parametrize("talks", KINDS, indirect=True)
 def test_a_turn_is_written_between_the_steps_of_others(talks: Talks, tmp_path: Path) -> None:
-    """Also while its slot goes on with the next turn, whose request is not disturbed."""
+    """Also while its slot continues with the next turn, whose request is not disturbed."""
     answer = talks.begin_answer()
     talks.say(0)
     step_until_saved(talks)
-    for _ in range(2):  # one turn behind the other
+    for _ in range(2):  # one turn after the other
         talks.say(0)  # compares it with a cold run
     step_until_saved(talks)
     assert not answer.finished

@@ -1,4 +1,4 @@
-"""A model comes from the hub: with progress, only if the disk has room, and it goes on if cut."""
+"""A model comes from the hub: with progress, only if the disk has room, and it continues if cut."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_caller_is_told_how_far_each_file_is(llama_hub: Any) -> None:
 
 
 def test_a_caller_ends_the_download_by_an_error(llama_hub: Any, hub_cache: Path) -> None:
-    """The part that came stays, and the next run goes on there."""
+    """The part that came stays, and the next run continues there."""
 
     def tell(file: str, present: int, whole: int) -> None:
         if file == "model.safetensors" and present > whole / 2:
@@ -212,7 +212,7 @@ def test_two_pulls_at_once_do_not_write_one_file(
 
 
 def test_ctrl_c_keeps_what_came_and_says_so(llama_hub: Any, hub_cache: Path) -> None:
-    """Exit code 130, no traceback; the next run goes on from there."""
+    """Exit code 130, no traceback; the next run continues from there."""
     llama_hub.files["model.safetensors"] = os.urandom(25_000_000)
 
     def program() -> subprocess.Popen[str]:

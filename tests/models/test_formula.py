@@ -71,7 +71,7 @@ class Reference:
         return x @ embeddings.T if self.config["tie_word_embeddings"] else self.linear("lm_head", x)
 
     def greedy(self, tokens: list[int], count: int) -> list[int]:
-        """`count` tokens after `tokens`, everything computed anew for each."""
+        """`count` tokens after `tokens`, everything computed again for each."""
         sequence = list(tokens)
         for _ in range(count):
             sequence.append(int(self.logits(sequence)[-1].argmax()))

@@ -77,7 +77,7 @@ def test_weights_become_float32_on_a_cpu(tmp_path: Path, dtype: mx.Dtype) -> Non
 
 @pytest.mark.parametrize("kind", ["nosuch", "", "a.b", "..", "../llama", "llama.Model", "x y"])
 def test_an_unknown_model_type_is_named(folder: Path, kind: str) -> None:
-    """Also one that is no module name."""
+    """Also one that is not a module name."""
     change_json(folder / "config.json", model_type=kind)
     said = f"model_type {kind!r} is not one that mlx-lm supports"
     assert refusal(folder) == f"{folder / 'config.json'}: {said}"
@@ -220,7 +220,7 @@ def test_the_tokenizer_alone_needs_no_weights(folder: Path) -> None:
 
 
 def test_the_tokenizer_alone_prints_nothing() -> None:
-    """The libraries behind it have nothing to say about what they lack."""
+    """The libraries after it have nothing to say about what they lack."""
     talk = [{"role": "user", "content": "Hello"}]
     code = f"from mlxrunner.models.load import tokenizer_of; tokenizer_of('demo').render({talk})"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

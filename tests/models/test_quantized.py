@@ -41,7 +41,7 @@ def write_quantized(
 
 
 def greedy(model: Any, tokens: list[int], count: int) -> list[int]:
-    """`count` tokens, everything computed anew for each."""
+    """`count` tokens, everything computed again for each."""
     sequence = list(tokens)
     for _ in range(count):
         sequence.append(int(np.array(model(mx.array([sequence]))[0, -1]).argmax()))

@@ -70,7 +70,7 @@ def test_warm_answers_are_those_of_mlx_vlm(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"])
 def test_a_pass_may_end_within_a_picture(kind: str) -> None:
-    """The positions behind it do not depend on where its chunks end."""
+    """The positions after it do not depend on where its chunks end."""
     eyes = Asked(kind, step=3)
     history: list[Part] = [("text", [1, 2]), ("picture", 1), ("text", [7]), ("picture", 2)]
     assert eyes.answer(history) == eyes.cold(history)

@@ -137,7 +137,7 @@ def test_text_alone_is_answered_too(runner: Runner) -> None:
 
 
 def test_a_mark_in_a_text_is_no_picture(runner: Runner) -> None:
-    """It would move the pictures behind it."""
+    """It would move the pictures after it."""
     with pytest.raises(PromptError, match="is 2 times in its text"):
         runner.complete([asked(noise(1), "<start_of_image>")])
     with pytest.raises(PromptError, match="the prompt has places for more"):

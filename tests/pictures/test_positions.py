@@ -46,7 +46,7 @@ def test_runs_of_pictures_are_found() -> None:
 
 
 def test_positions_by_hand() -> None:
-    """A picture of 2 x 3 begins where the text ends, and the text goes on behind its 3 columns."""
+    """A picture of 2 x 3 begins where the text ends, and the text continues after its 3 columns."""
     table = PictureTable()
     picture = table.add(b"1", 6, (1, 2, 3))
     tokens = as_tokens([9, *picture.ids, 9, 9])

@@ -117,7 +117,7 @@ class Cases:
         yield from self._variables()
 
     def _message(self, index: int) -> Iterator[Case]:
-        """Edit, drop or rename a message, and insert one behind it."""
+        """Edit, drop or rename a message, and insert one after it."""
         before, message, after = self.chat[:index], self.chat[index], self.chat[index + 1 :]
         after = [*after, *self.more]
         who = "call" if message["content"].startswith("{") else message["role"]
@@ -269,7 +269,7 @@ def _differs(
 ) -> int:
     """Return the first character that differs.
 
-    Where the same text goes on for long in other tokens, that of the first two of these.
+    Where the same text continues for long in other tokens, that of the first two of these.
     """
     remembered = tokenizer.decode(entry[: index + WINDOW].tolist())
     if at < len(remembered):
@@ -295,7 +295,7 @@ def test_the_place_is_the_one_of_the_first_character_that_differs(
             try:
                 before = _prepared(tokenizer, case.chat, case.before_variables)
                 after = _prepared(tokenizer, case.after, case.variables)
-            except PromptError:  # Gemma, an answer directly behind the system prompt
+            except PromptError:  # Gemma, an answer directly after the system prompt
                 assert family == "gemma"
                 continue
             old, new = (

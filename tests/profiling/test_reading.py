@@ -99,7 +99,7 @@ def test_what_can_not_be_used_is_skipped_and_counted(
     read = read_events([file])
     assert [event.id for event in read] == [example()["id"]] * 2
     assert dict(read.skipped) == {kind: 1}
-    assert len(list(read)) == 2  # again, and counted anew
+    assert len(list(read)) == 2  # again, and counted again
     assert read.skipped.total() == 1
 
 

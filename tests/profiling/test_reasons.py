@@ -78,7 +78,7 @@ def test_missed_tokens_without_a_reason_are_not_nothing(missed: int, words: str)
 
 
 def test_diverged(events: Path) -> None:
-    """A chat that begins anew with other words: role, message and part are named."""
+    """A chat that begins again with other words: role, message and part are named."""
     said_in = "Dear old friend\n/clear\nDear you\n"
     run("chat", "--events", events, "--log-text", stdin=said_in)
     event = read_lines(events)[-1]
@@ -424,7 +424,7 @@ def test_a_draft_that_was_evaluated_and_not_sent_costs_nothing() -> None:
 def test_what_is_evaluated_in_advance_hides_no_loss(
     family: Any, talk: Callable[..., Any], drafts: list[str]
 ) -> None:
-    """A conversation that begins anew: the same reason, place and loss as without it."""
+    """A conversation that begins again: the same reason, place and loss as without it."""
     talking = talk(family.name, log_text=True)
     talking.ask([{"role": "user", "content": "Dear old friend"}], "fine")
     for draft in drafts:

@@ -58,7 +58,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def talk(seed: str, turns: int) -> Iterator[tuple[str, list[list[int]]]]:
-    """Return a conversation that goes on, is edited, regenerated, cut, interrupted or restarted.
+    """Return a conversation that continues, is edited, regenerated, cut, interrupted or restarted.
 
     Answers may be added.
     """

@@ -159,7 +159,7 @@ def test_a_bench_that_ends_early_leaves_no_rank(is_lost: bool, tmp_path: Path) -
 def test_another_entry_begins_at_the_first_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other ranks hold one entry: they can't go on with another one."""
+    """The other ranks hold one entry: they can't continue with another one."""
     for name in ("MLX_RANK", "MLX_HOSTFILE"):  # a test in this process may have joined a ring
         monkeypatch.delenv(name, raising=False)
     write_model(tmp_path)

@@ -31,7 +31,7 @@ SETTINGS = {"context": 2000, "prefill_step": 64}
 
 
 def turn(complete: Any, memory: FullMemory, talk: Writer) -> None:
-    """Ask, compare the account with the memory's, and go on."""
+    """Ask, compare the account with the memory's, and continue."""
     prompt = talk.prompt
     result = complete(talk.tokenized())
     memory.check(prompt, talk.name, result.usage)

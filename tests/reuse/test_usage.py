@@ -95,7 +95,7 @@ def test_a_layer_that_trims_another_number_than_asked_frees_the_entry(
 
 
 def test_an_interrupted_prefill_keeps_its_finished_chunks() -> None:
-    """The same prompt again goes on from there."""
+    """The same prompt again continues from there."""
     runner = oracle_runner(["full", "recurrent"], prefill_step=8)
     prompt = list(range(60))
     fail(runner, prompt, KeyboardInterrupt(), 4, 1)
@@ -105,7 +105,7 @@ def test_an_interrupted_prefill_keeps_its_finished_chunks() -> None:
 
 
 def test_checkpoints_go_on_after_a_full_context_was_evaluated_again() -> None:
-    """The entry that is begun anew has the same budget."""
+    """The entry that is begun again has the same budget."""
     runner = oracle_runner(
         ["recurrent", "full"], context=60, checkpoint_interval=5, checkpoint_budget=10**6
     )

@@ -47,7 +47,7 @@ def test_warm_equals_cold_for_every_split_after_every_end(
 
 @mixes
 def test_the_entry_holds_exactly_what_was_evaluated(mix: Mix) -> None:
-    """Prompt and answer, but for the last token, which nobody asked to go on from."""
+    """Prompt and answer, but for the last token, which nobody asked to continue from."""
     runner = mix.runner()
     answer = tokens(runner, PROMPT)
     assert runner.entry.tokens == PROMPT + answer[:-1]

@@ -224,7 +224,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 
 
 def test_a_call_comes_as_soon_as_it_is_whole() -> None:
-    """Before the answer goes on, with an id that the request decides."""
+    """Before the answer continues, with an id that the request decides."""
     splitter = splitter_of(HERMES)
     assert [*splitter.add(Chunk("I look. ", 1))] == [TextDelta("I look.")]
     ids = [call_id("request", number) for number in range(2)]
@@ -298,7 +298,7 @@ def test_a_cut_header_of_gpt_oss_is_no_text() -> None:
 
 
 def test_without_parallel_calls_only_the_first_is_given() -> None:
-    """Text and calls behind it are left out, and the note says so."""
+    """Text and calls after it are left out, and the note says so."""
     events, splitter = events_of("json_tools", ["Hm.", CALL, "And ", CALL], parallel=False)
     assert parts_of(events) == [("text", "Hm."), ONE]
     assert splitter.is_done
@@ -334,7 +334,7 @@ AROUND = ("<tool_call>\n", "\n</tool_call>")
 
 @pytest.mark.parametrize("cut", [3, 8, 12, 40])
 def test_a_forced_call_that_is_cut_off_gets_no_end(cut: int) -> None:
-    """The text has only what the model wrote behind the call's beginning, and a note says why."""
+    """The text has only what the model wrote after the call's beginning, and a note says why."""
     call = json.dumps({"name": "look", "arguments": {"at": 12345}})[:cut]
     events, splitter = events_of("json_tools", [call], is_whole=False, around=AROUND)
     assert parts_of(events) == [("text", "<tool_call>\n" + call)]

@@ -392,7 +392,7 @@ def test_an_injected_cause_has_its_name_its_message_and_its_counts(runner: Ideal
 @of_each_family
 @pytest.mark.parametrize("seed", range(CASES))
 def test_thinking_that_a_client_does_not_send_back(runner: Ideal, seed: int) -> None:
-    """The answer behind it is displaced."""
+    """The answer after it is displaced."""
     order = random.Random(seed)
     first = plain(talk(order))
     after = plain(first.grown(order))
@@ -408,7 +408,7 @@ def test_thinking_that_a_client_does_not_send_back(runner: Ideal, seed: int) -> 
 @of_each_family
 @pytest.mark.parametrize("reason", ["evicted", "restarted", "interrupted"])
 def test_what_the_program_lost_is_missed(runner: Ideal, reason: str) -> None:
-    """A conversation that only went on: the client is not to blame."""
+    """A conversation that only continued: the client is not to blame."""
     order = random.Random(reason)
     one = plain(talk(order))
     runner.send(one)
@@ -467,7 +467,7 @@ def test_unrelated_conversations_have_no_cause_to_mend(runner: Ideal, order: ran
 def test_the_first_request_and_growth_have_causes_of_their_own(
     runner: Ideal, order: random.Random
 ) -> None:
-    """A conversation that only goes on, or is sent again, loses nothing by its client."""
+    """A conversation that only continues, or is sent again, loses nothing by its client."""
     one = plain(talk(order))
     after = plain(one.grown(order))
     assert runner.send(one)[1] == Cause("first-request", REMEDIES["first-request"])
@@ -498,7 +498,7 @@ def test_one_shots_that_ask_for_a_summary_are_new_ones(runner: Ideal, order: ran
 
 
 def test_a_date_before_a_long_last_message_is_named(runner: Ideal, order: random.Random) -> None:
-    """The text behind it could be reused if the date stood at the end."""
+    """The text after it could be reused if the date stood at the end."""
     document = words(order, 60)
     asks = one_shots(*(f"Now: 10:15:0{second}. {document}" for second in (1, 7)))
     *_, (_, cause) = map(runner.send, asks)
@@ -535,7 +535,7 @@ def test_a_title_is_never_the_earlier_request_of_a_conversation(
 
 
 def test_a_billing_header_that_is_left_out_is_no_cause(runner: Ideal, order: random.Random) -> None:
-    """Another change behind it is."""
+    """Another change after it is."""
     first, second, third = (with_header(talk(random.Random(0)), n) for n in (201, 202, 203))
     assert first.system != second.system
     causes = runner.causes(first, second, edited(third, order)[0])

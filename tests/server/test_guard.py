@@ -77,7 +77,7 @@ def router(seen: list[Any]) -> APIRouter:
 
 
 def served(rules: AccessRules, **more: Any) -> AbstractContextManager[str]:
-    """Serve the routes above behind a guard, on a free port."""
+    """Serve the routes above after a guard, on a free port."""
     return serving(make_app([router([])], rules), **more)
 
 

@@ -264,7 +264,7 @@ def test_thinking_that_comes_back_is_kept(maker: PromptBuilder, sends_thinking: 
 
 @of("qwen3")
 def test_the_newest_of_several_answers_that_fits_is_taken(maker: PromptBuilder) -> None:
-    """A client may go on with any of them."""
+    """A client may continue with any of them."""
     client, made, first = opened(maker, "hello the file: one")
     (sent,) = client.messages[1:]
     del client.messages[1:]
@@ -340,7 +340,7 @@ def test_an_answer_that_was_cut_off_comes_back_as_far_as_it_was_seen(
 
 @of("qwen3")
 def test_a_cut_answer_may_lack_its_thinking(maker: PromptBuilder) -> None:
-    """The part that was seen behind it is kept."""
+    """The part that was seen after it is kept."""
     client, _, tokens = cut_off(maker, THOUGHT)
     after = client.ask({"role": "assistant", "content": "".join(TYPED[:4])}, GO_ON)
     visible = tokens[len(maker.tokenizer.encode_more(THOUGHT)) :][:4]

@@ -157,7 +157,7 @@ def _users(server: Running) -> int:
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.exhaustive(0)
 def test_kill_9_under_load(folder: Path, slots: int) -> None:
-    """A parked conversation goes on after the restart, while others ask, with the same answer."""
+    """A parked conversation continues after the restart, while others ask, with the same answer."""
     options = (str(folder), "--slots", str(slots), "--context", str(CONTEXT))
     prompt = "Once upon a time " * 20
     with program(*options) as server, under_load(server.url):

@@ -168,7 +168,7 @@ def test_a_schema_that_can_not_be_held_to(makers: Makers) -> None:
 
 
 def test_thinking_that_the_prompt_opens_is_closed_before_a_forced_call(makers: Makers) -> None:
-    """The call is no part of it."""
+    """The call is not a part of it."""
     maker = makers["qwen3"]
     request = asked(tool_choice=ToolChoice("required"))
 

@@ -176,7 +176,7 @@ def test_curl_names_no_type(url: str, answers: Scripted) -> None:
 
 
 class Download:
-    """A download that goes on only as the test says."""
+    """A download that continues only as the test says."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

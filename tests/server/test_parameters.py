@@ -68,7 +68,7 @@ def texts(arguments: dict[str, Any]) -> dict[str, str]:
 def called(maker: PromptBuilder, wish: str, tools: Any = TOOLS) -> list[Any]:
     """Return the calls of a model that wants to say `wish`.
 
-    Where it may not, it goes on as in a good call, behind the longest text that is there.
+    Where it may not, it continues as in a good call, after the longest text that is there.
     """
     tokenizer, request = maker.tokenizer, asked(tools=tools)
     held, said = held_of(maker, request), list[int]()
@@ -91,7 +91,7 @@ def called(maker: PromptBuilder, wish: str, tools: Any = TOOLS) -> list[Any]:
 
 
 def likely(good: list[int], said: list[int]) -> Iterator[int]:
-    """Yield the tokens that follow in `good` what was said, behind the longest end of it first."""
+    """Yield the tokens that follow in `good` what was said, after the longest end of it first."""
     for count in range(min(len(said), 30), -1, -1):
         tail = said[len(said) - count :]
         for at in range(count, len(good)):

@@ -44,7 +44,7 @@ SENT: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 def test_a_picture_stands_where_the_client_has_put_it(
     url: str, answers: Scripted, path: str
 ) -> None:
-    """It is behind the text, and is not decoded by the protocol."""
+    """It is after the text, and is not decoded by the protocol."""
     field, picture, shown = SENT[path]
     text = {"type": "input_text", "text": "Look:"} if path == "responses" else LOOK
     body = {"model": "tiny", field: [{"role": "user", "content": [text, picture]}]}

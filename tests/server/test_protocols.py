@@ -104,7 +104,7 @@ def test_an_error_in_the_middle_ends_the_stream(
 
 
 def test_an_error_of_one_answer_ends_the_others(url: str, answers: Scripted) -> None:
-    """Nothing goes on that nobody reads."""
+    """Nothing continues that nobody reads."""
     answers.is_stuck = True
     answers.scripts = [[TextDelta("one")], [TextDelta("two"), ApiError(503, "out of memory")]]
     with pytest.raises(openai.InternalServerError):

@@ -147,7 +147,7 @@ def test_the_message_that_is_wrong_is_named(maker: PromptBuilder) -> None:
 def test_the_same_text_is_encoded_once(
     maker: PromptBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A conversation that goes on, or is edited at its end, encodes only what is new."""
+    """A conversation that continues, or is edited at its end, encodes only what is new."""
     encoded: list[str] = []
     for name in ("encode", "encode_more"):
         whole = getattr(maker.tokenizer, name)

@@ -122,7 +122,7 @@ def body_of(name: str, size: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize("limits", [(2, 10**6), (10, 1000)], ids=["count", "bytes"])
 def test_what_is_kept_is_bounded(limits: tuple[int, int]) -> None:
-    """The one that was used longest ago is forgotten, and others still go on from it."""
+    """The one that was used longest ago is forgotten, and others still continue from it."""
     kept = ResponseStore(*limits)
     kept.add(body_of("a", 300), [], None)
     kept.add(body_of("b", 300), [], kept.find("a"))

@@ -85,7 +85,7 @@ def test_every_family_takes_what_clients_send(
 )
 @given(data=st.data())
 def test_prompts_only_grow(makers: Makers, family: str, data: st.DataObject) -> None:
-    """A conversation that goes on begins with the whole text of its last prompt."""
+    """A conversation that continues begins with the whole text of its last prompt."""
     turns = st.lists(st.sampled_from(["ua", "usa", "sua", "uctcta", "uctsa", "uua", "usctua"]))
     ends = st.sampled_from(["u", "us", "uct", "ucts", "uctct"])
     before = "s" + "".join(data.draw(turns)) + data.draw(ends)

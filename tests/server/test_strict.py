@@ -59,7 +59,7 @@ CALLS = {
         "<｜tool▁calls▁end｜>",
     ],
 }
-"""The text before a call, the call, and the text behind it, as a model of each family writes it."""
+"""The text before a call, the call, and the text after it, as a model of each family writes it."""
 TEXTS = {"qwen3": "I look.", "deepseek": "Hm."}
 
 
@@ -154,7 +154,7 @@ def test_a_name_is_spelled_as_it_is(makers: Makers, family: str, name: str) -> N
     ],
 )
 def test_a_text_is_not_held(makers: Makers, family: str, text: str) -> None:
-    """Every token may come, also those that are no text; calls in thinking are none."""
+    """Every token may come, also those that are not text; calls in thinking are none."""
     maker = makers[family]
     held = constraint_of(maker, asked())
     for token in maker.tokenizer.encode_more(text):
@@ -165,7 +165,7 @@ def test_a_text_is_not_held(makers: Makers, family: str, text: str) -> None:
 
 
 def _is_near(maker: PromptBuilder, held: Constraint) -> bool:
-    """Return True if only tokens may not come that end a tag and go on."""
+    """Return True if only tokens may not come that end a tag and continue."""
     allowed = held.mask(maker.tokenizer.vocab_size)
     return all(
         any(mark in maker.tokenizer.decode([token])[:-1] for mark in '>]｜"')

@@ -301,7 +301,7 @@ main()
 
 @pytest.mark.exhaustive(0)
 def test_a_request_that_aborts_each_step_is_refused_and_costs_nobody_else(model: Path) -> None:
-    """The client asks again by itself; another one's conversation goes on where it was."""
+    """The client asks again by itself; another one's conversation continues where it was."""
     with program(str(model), code=DYING) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=9)
         first = worker_of(server)

@@ -159,7 +159,7 @@ def test_rm_goes_on_where_it_can() -> None:
 
 
 def test_caches_go_out_to_mlx_lm_and_come_back(tmp_path: Path) -> None:
-    """A session made of an exported file goes on and evaluates only what is new."""
+    """A session made of an exported file continues and evaluates only what is new."""
     talk("zor", ZORBLIN)
     file = tmp_path / "zor.safetensors"
     assert cache("export", "zor", file).stderr == "31 tokens\n"

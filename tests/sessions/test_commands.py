@@ -143,7 +143,7 @@ def test_a_turn_that_found_no_room_is_saved_when_one_leaves(
 
 
 def test_what_another_chat_added_is_not_overwritten(talk: Begin, store: SessionStore) -> None:
-    """/load, somebody else goes on with the session and leaves, /save: only with -f."""
+    """/load, somebody else continues with the session and leaves, /save: only with -f."""
     first = talk("one")
     first(ZORBLIN)
     first.leave()

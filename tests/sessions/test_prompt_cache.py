@@ -27,7 +27,7 @@ NEXT = [5, 6, 7]
 
 
 class Tiny:
-    """A tiny model, runners of it, and mlx-lm's way to go on."""
+    """A tiny model, runners of it, and mlx-lm's way to continue."""
 
     def __init__(self, architecture: str, kv_bits: int | None = None) -> None:
         sizes = {"hidden_size": 128, "head_dim": 32} if kv_bits else {}

@@ -171,7 +171,7 @@ def test_a_reset_gives_up_what_was_not_read_yet(saver: Make) -> None:
 
 @each_kind_and_all
 def test_only_what_was_said_is_saved(saver: Make, store: SessionStore, kinds: list[str]) -> None:
-    """Neither file has evaluated tokens that were not said, and what goes on is exact."""
+    """Neither file has evaluated tokens that were not said, and what continues is exact."""
     runner = oracle_runner(kinds, **CHECKPOINTS)
     answer(runner, PROMPT)
     said = session(runner)

@@ -1,4 +1,4 @@
-"""Saving goes on beside the next turn, and an interrupt or a full disk loses nothing."""
+"""Saving continues beside the next turn, and an interrupt or a full disk loses nothing."""
 
 from __future__ import annotations
 

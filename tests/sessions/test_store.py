@@ -437,7 +437,7 @@ print(found["newer text"], found["newer caches"], len(os.listdir(folder / "one")
 
 @pytest.mark.exhaustive(0)
 def test_killed_fifty_times_while_saving(tmp_path: Path) -> None:
-    """Text and caches are each whole after kill -9 at any moment, and saving goes on."""
+    """Text and caches are each whole after kill -9 at any moment, and saving continues."""
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True
     )

@@ -57,7 +57,7 @@ def raising(error: BaseException | type[BaseException]) -> Callable[..., NoRetur
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """Return the rows `left -> right` of a table. A line that begins with a space goes on."""
+    """Return the rows `left -> right` of a table. A line that begins with a space continues."""
     lines = text.strip("\n").replace("\n ", " ").splitlines()
     return [(left, right) for left, _, right in (line.partition(" -> ") for line in lines)]
 

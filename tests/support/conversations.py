@@ -46,7 +46,7 @@ class Client:
     burst: int
     """The most requests that it sends without a pause."""
     weights: tuple[float, float, float, float]
-    """The weights of four turns: go on, edit an earlier one, ask again, start four subagents."""
+    """The weights of four turns: continue, edit an earlier one, ask again, start four subagents."""
     has_title: bool = False
     """True if a request of its own asks for a title, before the first answer."""
     thinks: bool = False
@@ -161,7 +161,7 @@ class _Conversation:
         self._first = [*self._some(client.own), END] if client.own else []
 
     def script(self) -> Script:
-        """Yield what is asked together; the answers are in it when the script goes on."""
+        """Yield what is asked together; the answers are in it when the script continues."""
         if self.client.has_title:
             message = self._message(USER)
             yield [self._ask([*self._title, *message])]
@@ -212,7 +212,7 @@ class _Conversation:
         yield from self._say([USER, *results, END])
 
     def _compact(self) -> Script:
-        """Ask for a summary of everything, and go on with that."""
+        """Ask for a summary of everything, and continue with that."""
         ask = self._ask([*self._prompt(), USER, *self._some(8), END, ASSISTANT])
         yield [ask]
         self.messages = [[USER, *self._some(8), END], [ASSISTANT, *(ask.answer or []), END]]

@@ -31,7 +31,7 @@ def cut(share: float) -> Damage:
 
 
 def flip(share: float) -> Damage:
-    """Turn a bit of the byte that is this share of the file behind its beginning."""
+    """Turn a bit of the byte that is this share of the file after its beginning."""
 
     def apply(path: Path) -> None:
         content = bytearray(path.read_bytes())

@@ -110,7 +110,7 @@ class Drafting:
         )
 
     def begin(self) -> None:
-        """Take both leases for a prompt that goes on from what was said, or leaves it."""
+        """Take both leases for a prompt that continues from what was said, or leaves it."""
         rng, entry = self.rng, self.drafted.cache.entry
         if entry.is_shifted or len(self.said) > self.longest:
             self.drafted.cache.reset()
@@ -291,7 +291,7 @@ def _answer(runner: Runner, prompt: list[int], how: str, options: dict[str, Any]
 
 
 def trained(architecture: str, steps: int) -> Any:
-    """Return a model that was trained to go on with what repeats itself."""
+    """Return a model that was trained to continue with what repeats itself."""
     model, rng = build(architecture), random.Random(architecture)
     adam = Adam(learning_rate=2e-3)
 

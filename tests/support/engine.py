@@ -75,7 +75,7 @@ def clock_passes_by(clock: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def sample_drafts_by(sampler: Callable[..., Any], patch: pytest.MonkeyPatch) -> None:
-    """Let `sampler` sample behind each token of a draft, in place of `sample_drafts`."""
+    """Let `sampler` sample after each token of a draft, in place of `sample_drafts`."""
     patch.setattr("mlxrunner.engine.scheduling.batching.sample", sampler)
 
 

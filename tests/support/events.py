@@ -122,7 +122,7 @@ def as_event(line: dict[str, Any]) -> Event:
 
 
 def afternoon(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Return `count` requests of conversations that grow, are edited and begin anew.
+    """Return `count` requests of conversations that grow, are edited and begin again.
 
     Some are regenerated or think-stripped.
     """

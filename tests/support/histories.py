@@ -140,7 +140,7 @@ class History(ABC):
         return [self.rng.randrange(290) for _ in range(count)]
 
     def prompt(self) -> list[int]:
-        """Return a piece of the trunk or of a past conversation, and something new behind it."""
+        """Return a piece of the trunk or of a past conversation, and something new after it."""
         rng = self.rng
         base = rng.choice([self.trunk, self.trunk[1:], rng.choice(self.past)])
         lengths = [0, 1, len(base), rng.randint(0, len(base)), rng.randint(0, self.context)]
@@ -190,7 +190,7 @@ class History(ABC):
     def interrupt(self, runner: Engine) -> None:
         """Fail in some layer of a step.
 
-        An interrupt ends what is running. After an error the requests go on, but for one that was
+        An interrupt ends what is running. After an error all requests continue but one that was
         alone in the step.
         """
         view, failure = self.rng.choice(backend(runner)._views), self.rng.choice(self.failures)
@@ -225,7 +225,7 @@ class History(ABC):
         self.look()
 
     def submit_broken(self, runner: Engine) -> None:
-        """Begin a request that makes each of its steps fail; all others go on."""
+        """Begin a request that makes each of its steps fail; all others continue."""
         engine, live = backend(runner), len(self.live)
         forward = engine.forward
         self.submit(runner)

@@ -115,7 +115,7 @@ WORDS = {
     "codex": ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK],
     "opencode": ["run", TASK],
 }
-"""The words behind each client's own settings."""
+"""The words after each client's own settings."""
 
 
 def run_agent(
@@ -155,7 +155,7 @@ KEPT_TYPES = ("tool_use", "tool_result", "function_call", "function_call_output"
 TELLING = frozenset("tmp home root work users pytest debian linux darwin".split())
 """Words that no trace has: they would tell of a machine."""
 HEADERS = ("user-agent", "content-type", "anthropic-version", "anthropic-beta")
-"""Headers that stay, each up to the first space: the name of the system stands behind it."""
+"""Headers that stay, each up to the first space: the name of the system stands after it."""
 
 
 class Sent(NamedTuple):

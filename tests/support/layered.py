@@ -132,7 +132,7 @@ class Told:
     """The tokens of the answer, its end included."""
     place: int = 0
     first: mx.array | None = None
-    """Some of the logits behind the prompt."""
+    """Some of the logits after the prompt."""
     is_greedy = is_plain = needs_history = may_draft = False
 
     def __call__(self, logits: mx.array, history: mx.array | None = None) -> Sampled:
@@ -183,7 +183,7 @@ class Played:
         """Return the largest difference between logits and those of a cold run of `model`.
 
         It is a share of the largest logit. The cold run has the longest prompt, and tells the
-        logits behind all prompts that it begins with.
+        logits after all prompts that it begins with.
         """
         longest = max(self.prompts, key=len)
         warm = {
@@ -200,7 +200,7 @@ class Played:
 
 
 def cold_logits(model: Any, tokens: np.ndarray, places: list[int]) -> dict[int, np.ndarray]:
-    """Return some of the logits behind the first n tokens, for each n in `places`.
+    """Return some of the logits after the first n tokens, for each n in `places`.
 
     mlx-lm's own caches keep the tokens.
     """

@@ -25,7 +25,7 @@ def shared_prefixes(seed: int = 0, *, lowest: int = 10, vocab: int = 500) -> lis
     random = np.random.default_rng(seed)
 
     def text(first: int, length: int) -> TokenArray:
-        """Random tokens behind a `first` one that no other text at this place has."""
+        """Random tokens after a `first` one that no other text at this place has."""
         tokens = random.integers(lowest, vocab, length, np.int32)
         tokens[0] = lowest + first
         return tokens

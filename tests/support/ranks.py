@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 
 def free_port(ranks: int) -> int:
-    """Return a port that is free, as are those behind it that `ranks` need."""
+    """Return a port that is free, as are those after it that `ranks` need."""
     while True:
         with ExitStack() as held:
             first = held.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -104,7 +104,7 @@ def history(runner: Runner, whole: Runner, turns: int) -> dict[str, Any]:
         prompt = prompt[:180]
         end(runner, prompt, ending, chance)
         ended[ending] += 1
-        if chance.random() < 0.5:  # go on where the answer has ended
+        if chance.random() < 0.5:  # continue where the answer has ended
             prompt = list(runner.entry.tokens)[:200]
         count, difference = compare(runner, whole, [*prompt, turn % VOCAB], 6)
         compared, worst = compared + count, max(worst, difference)
@@ -116,7 +116,7 @@ def history(runner: Runner, whole: Runner, turns: int) -> dict[str, Any]:
 def served(runner: ParallelRunner, whole: Runner, turns: int) -> dict[str, Any]:
     """Run `turns` times 3 rounds, or 1, of up to four requests at a time; return what was found.
 
-    Prompts go on with an answer, fork from any earlier prompt, or are new.
+    Prompts continue with an answer, fork from any earlier prompt, or are new.
     """
     chance = random.Random(11)
     ended, reused, count, worst = dict.fromkeys(("whole", "closed", "failed"), 0), 0, 0, 0.0

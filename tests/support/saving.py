@@ -72,7 +72,7 @@ def saved(saver: Make, kinds: Sequence[str] = ("full", "full"), **options: Any) 
 def restored_by(
     saver: Make, kinds: Sequence[str] = ("full", "full"), **options: Any
 ) -> tuple[Runner, str]:
-    """Return a runner of the oracle that goes on with session `one`, and the line about it."""
+    """Return a runner of the oracle that continues with session `one`, and the line about it."""
     runner = oracle_runner(kinds, **options)
     return runner, saver(runner).load("one")[1]
 

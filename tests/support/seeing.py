@@ -173,7 +173,7 @@ def seeing_model(model: Any, sight: VisionEncoder) -> SeeingModel:
 def sharper(parameters: Any) -> Any:
     """Return larger weights, so that tokens far away change the answer.
 
-    A matrix whose numbers are all the same is drawn anew. That of Gemma 3's pictures would add up
+    A matrix whose numbers are all the same is drawn again. That of Gemma 3's pictures would add up
     what has the mean 0, and its rows would be nothing but rounding.
     """
 
@@ -251,7 +251,7 @@ def prompt_of(kind: str, sight: VisionEncoder, history: list[Part]) -> Tokenized
 
 
 def histories(turns: int, seed: int, pictures: int = 4) -> list[list[Part]]:
-    """Return prompts that go on, go back, change, drop and reorder what was there before."""
+    """Return prompts that continue, go back, change, drop and reorder what was there before."""
     drawn = random.Random(seed)
 
     def text() -> Part:

@@ -60,7 +60,7 @@ def load_strict(
 ) -> Tokenizer:
     """Write the tokenizer of a family: a token per byte, mark and word. Load it.
 
-    `opening`: more of the template, behind its end. `begin`: more, in front of it.
+    `opening`: more of the template, after its end. `begin`: more, in front of it.
     """
     from tokenizers import Tokenizer as Fast
 
@@ -78,7 +78,7 @@ def load_strict(
 Makers = dict[str, PromptBuilder]
 """A maker of prompts for each family."""
 LONG = [">\n", '>{"', '": "', '"l', "ook", "}}", "]{", " ok", '{"name": "lo', "a[TOOL_CALLS] [{"]
-"""Tokens of several letters, of which some end a tag and go on."""
+"""Tokens of several letters, of which some end a tag and continue."""
 FIRST = 256
 """The first of them: those before are bytes."""
 SHORT = '"}]>0123456789slowfat'

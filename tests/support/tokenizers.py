@@ -204,7 +204,7 @@ def save_byte_fallback(folder: Path, normalizer: Any, pre_tokenizer: Any) -> Non
 
 
 def configure(folder: Path, **settings: Any) -> None:
-    """Write tokenizer_config.json anew or change it; None takes a setting away."""
+    """Write tokenizer_config.json again or change it; None takes a setting away."""
     file = folder / "tokenizer_config.json"
     given = {} if file.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
     change_json(file, **given | settings)

@@ -69,7 +69,7 @@ def own() -> str:
 
 @pytest.mark.exhaustive(0)
 def test_transformers_files_are_read_once_and_say_the_same(own: str, own_home: Path) -> None:
-    """A damaged file is read anew; one of another version stays beside it."""
+    """A damaged file is read again; one of another version stays beside it."""
     kept = own_home / ".cache" / "mlxrunner" / "transformers.json"
     assert not kept.exists()
     assert structure("import mlxrunner") == own

@@ -120,7 +120,7 @@ def test_what_no_file_system_takes_is_one_line(name: str, message: str) -> None:
 
 
 def test_a_missing_file_is_an_error_of_its_own(tmp_path: Path) -> None:
-    """A caller may go on without it; but a link to nothing says where it points to."""
+    """A caller may continue without it; but a link to nothing says where it points to."""
     with pytest.raises(MissingFileError, match=r"none: no such file"):
         read_bytes(tmp_path / "none", 100)
     (tmp_path / "link").symlink_to("nowhere")
@@ -194,7 +194,7 @@ def run(command: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_a_shell_hands_over_is_read(tmp_path: Path) -> None:
-    """A pipe that is open already, and standard input; a regular file behind one is opened anew."""
+    """A pipe that is open already, and standard input; a regular file after one is opened again."""
     (read, write) = os.pipe()
     os.write(write, b'{"a": 1}')
     os.close(write)

@@ -48,7 +48,7 @@ words = st.text('ab{" .\n', min_size=1, max_size=9).filter(lambda text: text[0] 
 def test_a_prompt_ends_with_the_words(
     loaded: Callable[[str], Tokenizer], family: str, said: str, is_long: bool
 ) -> None:
-    """It is the tokens of its whole text, in Python and in the server, and no end is behind it."""
+    """It is the tokens of its whole text, in Python and in the server, and no end is after it."""
     tokenizer = loaded(family)
     before = [USER, {"role": "assistant", "content": "A."}, USER] if is_long else [USER]
     messages: list[Any] = [*before, {"role": "assistant", "content": said}]

@@ -83,7 +83,7 @@ answers = st.fixed_dictionaries(
 def test_an_end_stands_only_at_the_end_of_a_turn(
     loaded: Callable[[str], Tokenizer], family: str, turns: list[dict[str, Any]]
 ) -> None:
-    """The template writes an end behind all words of the last turn, or none."""
+    """The template writes an end after all words of the last turn, or none."""
     tokenizer, messages = loaded(family), list[Any]()
     for number, turn in enumerate(turns):
         messages += [{"role": "user", "content": f"q{number}"}, turn]

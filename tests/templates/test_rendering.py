@@ -44,7 +44,7 @@ def test_the_mark_of_the_answer_is_left_out_on_request(tokenizers: dict[str, Tok
 def test_a_system_prompt_that_the_template_refuses_is_put_before_the_user(
     tokenizers: dict[str, Tokenizer], kind: str
 ) -> None:
-    """It begins the first user message, with a blank line behind it."""
+    """It begins the first user message, with a blank line after it."""
     messages: Any = [
         {"role": "system", "content": "Be brief."},
         *USER,

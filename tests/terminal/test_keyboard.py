@@ -86,7 +86,7 @@ def shell(open_screen: Any, command: str) -> Any:
 
 
 def test_ctrl_z_at_the_prompt_suspends(open_screen: Any) -> None:
-    """The shell has its terminal as it was; after `fg` the line is there again, and goes on."""
+    """The shell has its terminal as it was; after `fg` the line is there again, and continues."""
     screen = shell(open_screen, " ".join([sys.executable, *CHAT]))
     screen.prompt()
     screen.child.send("My name")
@@ -109,7 +109,7 @@ def test_ctrl_z_at_the_prompt_suspends(open_screen: Any) -> None:
 @pytest.mark.exhaustive(1)
 @pytest.mark.parametrize("options", ["", "--plain"], ids=["markdown", "plain"])
 def test_ctrl_z_in_an_answer_suspends(open_screen: Any, tmp_path: Path, options: str) -> None:
-    """After `fg` the answer goes on: drawn again while it grew, and whole in the conversation."""
+    """After `fg` the answer continues: drawn again while it grew, and whole in the conversation."""
     script, go_on = tmp_path / "slow.py", tmp_path / "go on"
     script.write_text(SLOW)
     screen = shell(open_screen, f"{sys.executable} {script} '{go_on}' {options}")

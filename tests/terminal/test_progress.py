@@ -157,7 +157,7 @@ def test_a_step_is_a_line_or_a_bar(
 
 
 def test_reading_is_counted_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report may go on for minutes."""
+    """A report may continue for minutes."""
     screen = terminal(monkeypatch)
     with reading("events") as count:
         screen.until("reading events")

@@ -74,7 +74,7 @@ def test_another_signal_asks_too_and_the_second_one_ends_with_its_own_code() -> 
 
 
 def test_one_that_was_asked_for_is_not_raised_again_outside() -> None:
-    """The block around the answer hears nothing more until it listens anew."""
+    """The block around the answer hears nothing more until it listens again."""
     with Interrupts() as interrupts:
         with interrupts.listening(), interrupts.asking() as interrupted:
             press()

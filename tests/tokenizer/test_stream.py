@@ -157,7 +157,7 @@ def test_an_endless_run_of_broken_bytes_is_shown_as_it_comes(tokenizer: Tokenize
 def test_a_context_that_ends_within_a_character_costs_no_more_than_that_one(
     tokenizer: Tokenizer, kind: str
 ) -> None:
-    """An answer that was cut there by its limit and goes on.
+    """An answer that was cut there by its limit and continues.
 
     Bytes that a decoder of whole texts can't tell are marked as broken.
     """

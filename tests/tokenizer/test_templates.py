@@ -141,7 +141,7 @@ PHI3 = (
 def taking(
     directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, bool, bool], Tokenizer]:
-    """Tokenizers whose marks take the white space before them, behind them, or none."""
+    """Tokenizers whose marks take the white space before them, after them, or none."""
     import shutil
 
     from support.tokenizers import configure
@@ -184,7 +184,7 @@ def test_a_text_in_two_parts_has_the_tokens_of_the_whole(
 def test_a_chat_adds_the_tokens_of_the_whole_rendering(
     taking: dict[tuple[str, bool, bool], Tokenizer], left: bool, right: bool
 ) -> None:
-    """Phi-3 has a line break behind each end, which its tokens take."""
+    """Phi-3 has a line break after each end, which its tokens take."""
     tokenizer = taking["byte_level", left, right]
     renderer, history = Renderer(tokenizer, system="be kind"), History()
     for number in range(3):

@@ -151,7 +151,7 @@ def test_the_parts_of_a_text_make_its_tokens(
 def test_a_text_may_be_encoded_in_two_parts_that_meet_at_a_special_token(
     tokenizer: Tokenizer, kind: str, before: str, after: str
 ) -> None:
-    """A conversation that goes on behind an end token has the tokens of encoding it at once."""
+    """A conversation that continues after an end token has the tokens of encoding it at once."""
     end = END.get(kind, "</s>")
     whole = tokenizer.encode(before + end + after)
     assert tokenizer.encode(before + end) + tokenizer.encode_more(after) == whole

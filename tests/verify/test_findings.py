@@ -43,7 +43,7 @@ JUDGED = {
 
 @pytest.mark.parametrize(("row", "verdict"), JUDGED.values(), ids=JUDGED)
 def test_a_row_is_judged_by_the_noise_of_cold_runs(row: Check, verdict: str) -> None:
-    """A token within a few times the noise is a tie; what is no number is different."""
+    """A token within a few times the noise is a tie; what is not a number is different."""
     made = report(row)
     assert made.limit == pytest.approx(FACTOR * 0.01)
     assert made.verdict(row) == verdict

@@ -34,7 +34,7 @@ SEGMENT = 512
 SHORT = 64
 """Tokens that are stored again rather than read from a file of others.
 
-A conversation whose last file has fewer writes them anew with its next turn, so that many short
+A conversation whose last file has fewer writes them again with its next turn, so that many short
 turns don't make many files.
 """
 FEW = 20
@@ -92,7 +92,7 @@ class StoredConversation:
         return [piece.name for piece in self.rows] + [state.name for state in self.states]
 
     def resumable(self, to: int) -> int:
-        """Return the largest offset <= `to`, at most the number of tokens, to go on from, or 0."""
+        """Return the largest offset <= `to`, within the tokens, to continue from, or 0."""
         if to >= self.lowest:
             return to
         at = bisect_right(self.states, to, key=lambda state: state.offset)
@@ -135,7 +135,7 @@ def read_conversation(
 
     Raise ValueError, TypeError or KeyError if it can't be one.
     """
-    # Version 0.2 wrote checkpoints at 0, which are no use.
+    # Version 0.2 wrote checkpoints at 0, which are of no use.
     kept = [one for one in found["states"] if int(one[1]) != 0]
     sizes = {str(one[0]): int(one[3]) for one in (*found["rows"], *kept)}
     rows = [RowsPiece(str(name), int(begin), int(end)) for name, begin, end, _ in found["rows"]]

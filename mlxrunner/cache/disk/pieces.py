@@ -451,7 +451,7 @@ def piece_files(
     """Return the files of a conversation that are not in `there`, but for its own one.
 
     Each comes after those that it needs, so that after a crash those that were written are of use:
-    a file says how to go on without the conversation's own one.
+    a file says how to continue without the conversation's own one.
     """
     tokens, files = conversation.tokens, list[tuple[int, int, PieceFile]]()
     shared = {"salt": salt, "structure": layers.structure}

@@ -1,1 +1,1 @@
-"""The caches of single layers, behind one interface: `LayerCache` in `mlxrunner.cache.protocol`."""
+"""The caches of single layers, with one interface: `LayerCache` in `mlxrunner.cache.protocol`."""

@@ -344,7 +344,7 @@ class Stored(NamedTuple):
 class SlidingWindowCache(ArrayCache):
     """The cache of a layer whose query at position p sees the positions p - window + 1 .. p.
 
-    The rows lie in the order of their positions. A step writes behind the last row, and every STEP
+    The rows lie in the order of their positions. A step writes after the last row, and every STEP
     tokens the last `window - 1 + slack` rows move to the front of a fresh buffer. Therefore a query
     sees one slice, which attention kernels prefer, and a decode step needs no mask. A chunk that
     does not fit is attended together with the window before it, and only its end is kept.

@@ -356,7 +356,7 @@ def _is_size(value: Any) -> bool:
 def window_closes(window: int, tokens: int, keep: int, discard: int) -> bool:
     """Return True if a window has all it needs after `discard` of `tokens` tokens are dropped.
 
-    The dropped tokens lie right behind the first `keep`. The next token sees `window` tokens,
+    The dropped tokens lie right after the first `keep`. The next token sees `window` tokens,
     itself included. These are there if no token has left the window yet, or if the tokens behind
     the gap fill it. Rows that happen to be stored beyond the window don't count: an answer must not
     depend on reuse.

@@ -447,7 +447,7 @@ class CausalCache(Cache):
         self._lifecycle.check()
         if self._shift is None and begin < end and self._cells.holds(sequence, end):
             raise NotSupportedError(
-                f"the tokens behind position {end - 1} can't move up: "
+                f"the tokens after position {end - 1} can't move up: "
                 "this cache was made without a shift function for their keys; "
                 "remove all from a position on, and evaluate the rest again"
             )

@@ -143,7 +143,7 @@ class Reservation(NamedTuple):
     """Cells reserved for a sequence, so that its next tokens lie side by side.
 
     Those of one size begin at multiples of it, so that a buffer can be seen as a row of equal
-    pieces; but for those that lie behind what the sequence has.
+    pieces; but for those that lie after what the sequence has.
     """
 
     run: CellRun
@@ -423,7 +423,7 @@ class KVPool:
         return runs(own[self.positions_of(own) < length])
 
     def _end(self, sequence: int) -> int:
-        """Return the position behind the last token of a sequence; 0 if it has none."""
+        """Return the position after the last token of a sequence; 0 if it has none."""
         if not self._counts[sequence]:
             return 0
         known = self.spans(sequence)
@@ -539,7 +539,7 @@ class KVPool:
     def expecting(self, sequence: int, count: int, beside: Sequence[int] = ()) -> KVPool:
         """Give the sequence a reservation of at least `count` cells in place of the one it had.
 
-        It is the rest of an even one that begins with the sequence's last span, or lies behind its
+        It is the rest of an even one that begins with the sequence's last span, or lies after its
         last token, if there is room, unless another sequence shares that token. The sequence gets
         no reservation if there is room nowhere. `beside`: the sequences that run.
         """
@@ -587,7 +587,7 @@ class KVPool:
         return None if behind is None else Reservation(CellRun(begin, begin + size), end)
 
     def _own_end(self, sequence: int) -> int | None:
-        """Return the cell behind the sequence's last token; None if others have that token, too."""
+        """Return the cell after the sequence's last token; None if others have that token, too."""
         spans = self.spans(sequence)
         if not spans:
             return None

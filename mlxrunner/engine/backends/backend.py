@@ -78,7 +78,7 @@ class Backend(ABC):
         return self.takes_checkpoints and any(cache.needs_checkpoints for cache in caches)
 
     def look(self, before: TokenArray, tokens: TokenArray) -> None:  # noqa: B027  # most see none
-        """Prepare for a pass of `tokens`, which are known, behind those `before` of a sequence.
+        """Prepare for a pass of `tokens`, which are known, after those `before` of a sequence.
 
         Only a model that sees pictures needs it. `tokens` are empty for those that it samples.
         """
@@ -352,7 +352,7 @@ class PromptPasses:
 
     def __init__(self) -> None:
         self._begun: dict[int, tuple[int, int]] = {}
-        """For each prompt that was evaluated in part: where it goes on, and its tokens so far."""
+        """For each prompt that was evaluated in part: where it continues, and its tokens so far."""
 
     def of(self, batch: Batch, rows: Sequence[int], has_stops: bool) -> list[int]:
         """Return the tokens of each pass of a step.

@@ -6,7 +6,7 @@ attention's `rope`, which takes one position per token, the mixers of layers tha
 last norm, which passes only the rows whose logits are wanted. `proof.py` finds out if that gives
 the right answers: nothing follows from a model's name.
 
-A layer whose caches are no rows of shared cells is a `PerSequenceLayer`: each sequence has layer
+A layer whose caches are not rows of shared cells is a `PerSequenceLayer`: each sequence has layer
 caches of its own for it. Everything around such a layer's mixer runs once over the row; the mixer
 runs once for each sequence. Recurrent mixers hold the states of several sequences as one batch
 (`cache.layers.recurrent.Stack`). They run once for all answers of a step, and in stages for its
@@ -116,7 +116,7 @@ class BatchedModel(Backend):
             self._replace(*found, self._head)
 
     def allocate(self, max_sequences: int, capacity: int, max_batch: int) -> None:
-        """Make the cells anew, and forget all sequences.
+        """Make the cells again, and forget all sequences.
 
         `capacity`: tokens per sequence. `max_batch`: tokens per step.
         """
@@ -549,7 +549,7 @@ class Stage(NamedTuple):
     """Tokens that some sequences of a group have at once: as many of each."""
 
     first: int
-    """The first of these sequences. The others are all behind it."""
+    """The first of these sequences. The others are all after it."""
     places: mx.array
     """The places of their tokens in the row."""
     num_tokens: int
@@ -611,7 +611,7 @@ class Group:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The groups of a step, one behind the other."""
+    """The groups of a step, one after the other."""
 
     groups: list[Group]
     order: list[int] | None

@@ -37,7 +37,7 @@ Half-precision sums in another order differ by less. A wrong position makes a fa
 """
 STEPS: list[dict[int, list[int]]] = [
     {0: [5, 6, 8], 1: [9, 10]},  # unequal pieces, from nothing
-    {1: [11, 5], 0: [7, 12, 10]},  # they go on, in another order
+    {1: [11, 5], 0: [7, 12, 10]},  # they continue, in another order
     {0: [13], 1: [14], 2: [15, 5, 9]},  # single tokens beside a piece
     {1: [6]},  # one sequence alone
     {0: [8], 2: [7]},

@@ -6,7 +6,7 @@ another one, is moved a piece at a time between the steps.
 
 A request claims cells for its prompt and for a part of its answer, and claims more as the answer
 grows. Where nothing is left, the youngest request of the lowest priority steps back: it waits, and
-goes on later where it was. The first request of the highest priority never steps back for another,
+resumes later where it was. The first request of the highest priority never steps back for another,
 and each fits alone, since the context is never longer than all cells. Therefore each request that
 begins comes to its end.
 """
@@ -72,7 +72,7 @@ class Slot:
     exact: int = END
     """Number of first `tokens` whose keys are those that a cold run would store."""
     rests: bool = False
-    """True if its request waits for room to go on: what it holds may be given up."""
+    """True if its request waits for room to continue: what it holds may be given up."""
 
     @property
     def tokens(self) -> TokenBuffer:
@@ -95,7 +95,7 @@ class Slot:
         return shared if shared > len(self.tokens) else 0
 
     def reach(self, to: int) -> int:
-        """Return the largest offset <= `to` from which a prompt can go on."""
+        """Return the largest offset <= `to` from which a prompt can continue."""
         return self.cache.entry.reach(to)[0] if to else 0
 
 
@@ -299,7 +299,7 @@ class KVAllocator:
         return sum(min(SOON, self._most(one) - one.place) for one in self.holding)
 
     def wait(self, request: ActiveRequest) -> None:
-        """Claim only what a request that stepped back needs to go on."""
+        """Claim only what a request that stepped back needs to continue."""
         todo = self._todo(request)
         request.claimed = todo + min(self._most(request) - todo, SOON)
 
@@ -769,7 +769,7 @@ class SlotAssigner:
         self._room.wait(request)
 
     def _make_room(self, request: ActiveRequest) -> None:
-        """Drop the oldest half behind the kept tokens if the next token would not fit.
+        """Drop the oldest half after the kept tokens if the next token would not fit.
 
         The remaining tokens are evaluated again if keys can't be moved, or if a window lacks tokens
         that the next one sees.

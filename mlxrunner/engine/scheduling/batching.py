@@ -37,7 +37,7 @@ class DispatchedStep:
 
     planned: PlannedStep
     sampled: list[tuple[ActiveRequest, list[Sampled]]]
-    """Requests, and what the step sampled for each: behind a draft, one for each of its tokens."""
+    """Requests, and what the step sampled for each: after a draft, one for each of its tokens."""
     awaited: list[mx.array]
     """Arrays that are ready when the step has ended."""
     drafted: int
@@ -348,7 +348,7 @@ class DraftScheduler:
         return may and not any(request.left for request, _ in row)
 
     def _room(self, request: ActiveRequest) -> int:
-        """Return how many tokens may be drafted behind the current one of `request`.
+        """Return how many tokens may be drafted after the current one of `request`.
 
         A draft ends where its claim of cells, its context or its answer does, and where a
         checkpoint is due. The tokens that are undone with a wrong guess end before that offset, so
@@ -383,7 +383,7 @@ def sample(
     logits: mx.array,
     best: tuple[mx.array, mx.array] | None,
 ) -> list[Sampled]:
-    """Dispatch the sampling of the tokens behind the last token and behind each drafted token.
+    """Dispatch the sampling of the tokens after the last token and after each drafted token.
 
     Their rows of `logits` are those before `end`. `best`: the likeliest token and the largest logit
     of each row, if they were asked for.
@@ -398,9 +398,9 @@ def sample(
 
 
 def error_of(request: ActiveRequest, sampled: list[Sampled]) -> LogitsError | None:
-    """Return the error of the token that the answer goes on with, or of a right guess before it.
+    """Return the error of the token that the answer continues with, or of a right guess before it.
 
-    The logits behind a wrong guess may be anything.
+    The logits after a wrong guess may be anything.
     """
     if not request.draft:
         return sampled[0].error
@@ -411,9 +411,9 @@ def error_of(request: ActiveRequest, sampled: list[Sampled]) -> LogitsError | No
 
 
 def taken(request: ActiveRequest, sampled: list[Sampled]) -> list[Chunk]:
-    """Return the chunks of the drafted tokens that were right and of the token behind them.
+    """Return the chunks of the drafted tokens that were right and of the token after them.
 
-    The slot keeps those tokens and goes back behind the wrong ones.
+    The slot keeps those tokens and drops the wrong ones.
     """
     tokens, chunks = judge(request, sampled), list[Chunk]()
     for decoded in tokens:
@@ -426,7 +426,7 @@ def taken(request: ActiveRequest, sampled: list[Sampled]) -> list[Chunk]:
 
 
 def judge(request: ActiveRequest, sampled: list[Sampled]) -> list[Decoded]:
-    """Return the tokens that count: the guesses that are right, and the one behind them."""
+    """Return the tokens that count: the guesses that are right, and the one after them."""
     draft, decoded = request.draft, list[Decoded]()
     for one, guess in zip(sampled, [*draft, None], strict=True):
         decoded.append(one.decoded(one.read()))
@@ -463,7 +463,7 @@ class BatchExecutor:
         composer: BatchBuilder,
         endings: RequestFinalizer,
     ) -> None:
-        """Run passes on `engine`. `residents` make room, `endings` end what can't go on."""
+        """Run passes on `engine`. `residents` make room, `endings` end what can't continue."""
         self._engine, self._residents = engine, residents
         self._composer, self._endings = composer, endings
         self.width = 0
@@ -527,7 +527,7 @@ class BatchExecutor:
         )
 
     def run(self, request: ActiveRequest, tokens: list[int]) -> None:
-        """Run and record tokens of the answer that were delivered, with no token behind them."""
+        """Run and record tokens of the answer that were delivered, with no token after them."""
         if not tokens:
             return
         lease, count = request.lease, len(tokens)

@@ -5,7 +5,7 @@ the one of least value goes: see `GreedyDual` in `mlxrunner.cache.disk.index`.
 
 `WriteBehind` writes conversations to the disk cache while they stay in memory, so that a crash
 loses little. A turn is written once its slot has been idle for a moment, or soon while others keep
-the engine at work. The slot may go on meanwhile: the first tokens stay as they were.
+the engine at work. The slot may continue meanwhile: the first tokens stay as they were.
 """
 
 from __future__ import annotations
@@ -459,7 +459,7 @@ DAY_S = 86_400.0
 SAVES = 2
 """The last saves of a conversation that stay on disk.
 
-A prompt that leaves the last one, as a regenerated answer does, may go on from the one before.
+A prompt that leaves the last one, as a regenerated answer does, may continue from the one before.
 """
 
 logger = logging.getLogger("mlxrunner")
@@ -493,7 +493,7 @@ class UnsavedTurns:
 
 
 class WriteBehind:
-    """The turns that are not on disk yet, and the save that is going on."""
+    """The turns that are not on disk yet, and the save under way."""
 
     def __init__(self, slots: Sequence[Slot], place: object) -> None:
         """Save what `slots` hold in `place`, if it is a SaveTarget that takes some bytes a day."""

@@ -132,7 +132,7 @@ class StepCosts:
     def piece(self, prefill: int, cells: int) -> float | None:
         """Return the seconds that `prefill` tokens add to a step; None before the first piece.
 
-        Lines join the sizes that were measured. The last one goes on beyond them, but a token there
+        Lines join the sizes that were measured. The last one extends beyond them, but a token there
         costs at least half of what it costs in the largest size, and at most as much.
         """
         if not self._pieces:
@@ -374,7 +374,7 @@ class StepPace:
     def _best(self, normal: float, cells: int, room: int, *, must_rest: bool) -> int:
         """Return the size of piece that takes least time per token, with the rests that follow.
 
-        `must_rest`: the answers have to catch up behind each piece.
+        `must_rest`: the answers have to catch up after each piece.
         """
         best, least = 0, 0.0
         for size in self._sizes(room):

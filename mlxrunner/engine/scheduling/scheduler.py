@@ -384,10 +384,10 @@ class Scheduler:
         return True
 
     def _end_broken(self, broken: list[tuple[ActiveRequest, LogitsError]]) -> bool:
-        """End requests whose logits are NaN or infinite. Return False if all others start anew.
+        """End requests whose logits are NaN or infinite. Return False if all others start again.
 
         What a request stored is freed. If it stored NaN in cells that others read, these got NaN,
-        too: they go on with new cells, and it is the only one that ends.
+        too: they continue with new cells, and it is the only one that ends.
         """
         guilty = self._engine.broken()
         for request, error in broken:
@@ -419,7 +419,7 @@ class Scheduler:
         self._endings.fail(request, error)
 
     def _go_back(self, *, is_lost: bool) -> None:
-        """Let all requests go on from the tokens that were read.
+        """Let all requests continue from the tokens that were read.
 
         `is_lost`: drop all buffers, so that all tokens are evaluated again.
         """

@@ -707,7 +707,7 @@ def has_room(process: Mapping[str, Any], slots: int) -> bool:
 def continued(requests: Sequence[LoggedRequest]) -> list[int | None]:
     """Return for each request the index of the one whose answer it waited for; None: none.
 
-    A request goes on with a conversation if the whole prompt of another one, which had ended when
+    A request continues with a conversation if the whole prompt of another one, which had ended when
     it began, is its beginning. Of all that had ended it waited for the one with the longest common
     beginning, in blocks of tokens, and of several for the last.
     """

@@ -183,7 +183,7 @@ HEADER = 16
 BLANKS = 8
 """The most tokens around a thinking block (line ends) that are left out with it."""
 PROOF = 4
-"""The number of tokens behind a block that have to be the same to prove that it was left out."""
+"""The number of tokens after a block that have to be the same to prove that it was left out."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Rewriter:
         return prompt
 
     def _resumed(self, logged: TokenArray, prompt: TokenArray, common: int) -> int:
-        """Return where `logged`, behind a thinking block, continues like `prompt`; or `common`."""
+        """Return where `logged`, after a thinking block, continues like `prompt`; or `common`."""
         blocks = self._blocks(logged)
         for end in sorted({end for begin, end in blocks if begin - BLANKS <= common < end}):
             for place in range(end, min(end + BLANKS, len(logged))):

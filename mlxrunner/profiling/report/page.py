@@ -460,7 +460,7 @@ SHAPES = {"hit": "circle", "partial": "triangle", "miss": "square"}
 MEANINGS = {
     "cached": "reused",
     "missed": "evaluated before, but not held any more",
-    "displaced": "sent before, behind a place that changed",
+    "displaced": "sent before, after a place that changed",
     "new": "never sent before",
 }
 """The four kinds of prompt tokens, the parts of a bar from below."""

@@ -159,7 +159,7 @@ class AnswerTokenCache:
     def _candidates(self, links: Sequence[bytes]) -> list[tuple[int, bytes, CachedAnswer]]:
         """Return the kept answers to the beginnings of a conversation.
 
-        The last of each come first, and those that were cut off behind the others.
+        The last of each come first, and those that were cut off after the others.
         """
         with self._lock:
             found = [
@@ -250,7 +250,7 @@ class CachedAnswer:
     is_cut: bool = False
     """True if the client left before its end."""
     known: dict[str, TokenSpan] = field(default_factory=dict)
-    """Fills by the text that the template writes for this answer, with `closing` behind it."""
+    """Fills by the text that the template writes for this answer, with `closing` after it."""
     forms: int = 0
     """The number of texts that have been put into `known`."""
     nbytes: int = 0

@@ -236,7 +236,7 @@ class PromptBuilder:
         choice, call = asked.tool_choice, None
         if choice.mode in ("required", "named"):
             call = forced(choice, asked.tools, self.form, text)
-        # A form holds from the first token on, and clients look for it behind the thinking.
+        # A form holds from the first token on, and clients look for it after the thinking.
         closed = closed_thinking(text) if asked.options.keys() & FORMS else ""
         closed = closed if call is None else call.closed
         rendered = text + (call.opening if call is not None else closed)

@@ -48,7 +48,7 @@ class ToolCallSyntax:
     """
 
     begins: str
-    """A regular expression for the text behind which calls are held."""
+    """A regular expression for the text after which calls are held."""
     tag: str
     """The end of that text."""
     whole: str
@@ -184,7 +184,7 @@ class StrictCalls:
 
     @cached_property
     def _long(self) -> list[tuple[int, str]]:
-        """The tokens that may go on behind the end of a tag, and their texts."""
+        """The tokens that may continue after the end of a tag, and their texts."""
         last = b"" if self._spelling is None else self._spelling.tag[-1].encode()
         pieces = enumerate(self._tokenizer.vocabulary.pieces)
         return [(n, one.decode(errors="replace")) for n, one in pieces if one and last in one[:-1]]
@@ -196,7 +196,7 @@ class StrictCalls:
         return [(token, text) for token, text in self._long if tag in "".join(text.split())]
 
     def _matcher(self, spelling: ToolCallSyntax, tools: Tools) -> Any:
-        """Return the matcher of a grammar of calls of `tools`, from behind the tag on."""
+        """Return the matcher of a grammar of calls of `tools`, from after the tag on."""
         rules: dict[str, list[str]] = defaultdict(list)
         for rule, text in ANY_TEXT if spelling.are_texts else ():
             rules[rule].append(text)
@@ -274,7 +274,7 @@ class Beginnings:
         self._text = BEGINNING
 
     def add(self, text: str) -> str | None:
-        """Take the next part of the text. Return the name of a tool if its call begins behind it.
+        """Take the next part of the text. Return the name of a tool if its call begins after it.
 
         The name is empty if the form does not say it there.
         """
@@ -286,7 +286,7 @@ class Beginnings:
         return found["name"] if "name" in self._pattern.groupindex else ""
 
     def forbidden(self) -> list[int]:
-        """Return the tokens that would begin a call and go on in it, which nothing could hold."""
+        """Return the tokens that would begin a call and end inside it, which nothing could hold."""
         compact = "".join(self._text.split())
         begun = range(1, len(self._tag))
         is_near = any(compact.endswith(self._tag[:count]) for count in begun)

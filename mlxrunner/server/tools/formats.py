@@ -50,7 +50,7 @@ class CallFormat:
         text.lstrip()[:1] in ("{", "[") and is_in_string(text)
     )
     """The function that tells if the beginning of a call ends within a text of its arguments, so
-    that the end tag behind it belongs to that text."""
+    that the end tag after it belongs to that text."""
     opening: str | None = None
     """The text before a JSON object of a call; None if its calls are not such objects."""
     arguments: str = "arguments"
@@ -63,7 +63,7 @@ class CallFormat:
             return [_call(one) for one in (found if isinstance(found, list) else [found])]
         except ValueError:
             raise
-        except Exception as error:  # mlx-lm's parsers raise anything for text that is no call
+        except Exception as error:  # mlx-lm's parsers raise anything for text that is not a call
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -384,7 +384,7 @@ def rules_of(tool: Mapping[str, Any], number: int) -> Iterator[tuple[str, str]]:
 def _value(
     tool: Mapping[str, Any], rule: str, name: str, schema: Any, root: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the rules of a value, with the tag behind it."""
+    """Yield the rules of a value, with the tag after it."""
     inner = value_of(schema, root)
     kind, end = type_of(inner), f"/{literal(END)}\\n/"
     if kind is None or kind == "null":

@@ -163,7 +163,7 @@ class CallReader:
         return True
 
     def _become_text(self) -> None:
-        """Show the rest of the answer as a text: it is no call."""
+        """Show the rest of the answer as a text: it is not a call."""
         self._form = NO_CALLS
         self._in_call = False
         self._step_in_text()
@@ -354,7 +354,7 @@ class ChannelReader:
         return bool(found)
 
     def _part(self) -> Iterator[AnswerPiece]:
-        """Yield a part of a message that goes on."""
+        """Yield a part of a message that continues."""
         if self._kind == "call":
             return
         at = self._held.rfind("<|", -_MOST_END)

@@ -262,7 +262,7 @@ def test_a_thread_that_is_interrupted_at_its_start_writes_nothing(
 
 
 def test_a_damaged_header_is_not_shared_again(make_parking: Make) -> None:
-    """Once damage was found, new conversations write the rows anew."""
+    """Once damage was found, new conversations write the rows again."""
     parking = make_parking()
     park_all(parking)
     flip(0.9)(next(parking.folder.glob("rows-*-0-16.safetensors")))

@@ -1,4 +1,4 @@
-"""A conversation that comes back from the disk goes on as if it had never left."""
+"""A conversation that comes back from the disk continues as if it had never left."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_short_conversations_with_a_header_in_common_are_kept(make_parking: Make
 
 
 def test_many_short_turns_make_few_files(make_parking: Make) -> None:
-    """A last file of a few tokens is written anew together with the next ones."""
+    """A last file of a few tokens is written again together with the next ones."""
     runner, parking = tiny_runner("llama"), make_parking()
     earlier = None
     for count in range(1, 101):

@@ -51,7 +51,7 @@ def new(name: str) -> Runner:
 def test_a_kill_between_two_writes_costs_the_last_piece(
     name: str, make_parking: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pieces on disk serve the conversation that goes on, with the answer of a cold run."""
+    """The pieces on disk serve the conversation that continues, with the answer of a cold run."""
     first, disk, copies = new(name), make_parking(), list[Path]()
     answer(first, PROMPT)
     offloaded(disk, first.entry)

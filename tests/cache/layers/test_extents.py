@@ -79,7 +79,7 @@ def test_an_extent_goes_where_its_layer_goes(kind: str, steps: list[tuple[str, i
             cache.rewind(to)
             extent = extent.rewound(to) if to else extent.empty()
             if kept is not None and kept[1].offset > to:
-                kept = None  # as an entry gives up checkpoints behind its end
+                kept = None  # as an entry gives up checkpoints after its end
         elif kept is not None:
             cache.restore(kept[0], kept[1].offset)
             extent = kept[1]

@@ -82,7 +82,7 @@ def test_a_reserved_capacity_is_one_allocation() -> None:
 
 
 def test_trimming_most_of_the_buffer_gives_memory_back() -> None:
-    """It keeps what is left. The room behind a few tokens will be needed again."""
+    """It keeps what is left. The room after a few tokens will be needed again."""
     cache = filled(10 * STEP)
     assert cache.trim(10) == 10
     assert cache.capacity == 10 * STEP

@@ -60,7 +60,7 @@ def test_a_large_channel_hides_no_other(
 
 
 def test_a_layer_whose_rope_raises_is_one_that_cannot_be_moved() -> None:
-    """DeepSeek-V2 goes on over the edge by evaluating again, as its rope takes part of a head."""
+    """DeepSeek-V2 continues over the edge by evaluating again, as its rope takes part of a head."""
     yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
     yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
     latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}

@@ -222,7 +222,7 @@ def written(kind: str, *passes: int) -> Any:
 @kinds
 @pytest.mark.parametrize("passes", [(), (5,), (5, 1, 1), (20, 3), (3, 1, 30)], ids=str)
 def test_a_snapshot_outlives_what_comes_after_it(kind: str, passes: tuple[int, ...]) -> None:
-    """Restored however often, the layer goes on as one that has seen nothing else."""
+    """Restored however often, the layer continues as one that has seen nothing else."""
     cache = written(kind, *passes)
     if not passes:
         assert cache.offset == 0
@@ -256,7 +256,7 @@ def test_a_freed_layer_is_as_new(kind: str) -> None:
 
 @kinds
 def test_every_place_that_is_called_reachable_is(kind: str) -> None:
-    """A layer that is rewound there goes on as a fresh one; elsewhere it refuses and stays."""
+    """A layer that is rewound there continues as a fresh one; elsewhere it refuses and stays."""
     for passes in [(4, 1), (4, 1, 1, 1), (7,), (20, 1, 1), (3, 9, 5)]:
         for to in range(sum(passes) + 1):
             cache = written(kind, *passes)

@@ -30,7 +30,7 @@ def test_the_oracle_of_keys_is_the_rope() -> None:
 
 
 def test_each_token_sees_itself_and_those_before() -> None:
-    """An example, drawn: two sequences, of which one goes on behind a prefix of the other.
+    """An example, drawn: two sequences, of which one continues after a prefix of the other.
 
     tests/cache/pool/test_causal_at_random.py tries any calls, windows and chunks.
     """
@@ -134,7 +134,7 @@ def test_a_step_in_parts_makes_no_mask() -> None:
 
 
 def test_full() -> None:
-    """With the sizes; what fitted before can still be read and go on."""
+    """With the sizes; what fitted before can still be read and continue."""
     cache, full = made(capacity=4), r"a batch of {0} tokens needs {0} free cells, but {1} of 4 are"
     for count, free in ((5, 4), (1, 0)):
         with pytest.raises(CacheFullError, match=full.format(count, free) + " free: remove"):
@@ -317,7 +317,7 @@ def test_without_a_way_to_rotate_gaps_stay_open() -> None:
     cache.copy_prefix(0, 1, 4)
     with pytest.raises(
         NotSupportedError,
-        match="the tokens behind position 0 can't move up: this cache was made without a shift",
+        match="the tokens after position 0 can't move up: this cache was made without a shift",
     ):
         cache.remove(0, 0, 1)
     cache.remove(0, 3, 9)

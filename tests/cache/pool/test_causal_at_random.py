@@ -37,7 +37,7 @@ class Naive:
         return max((at for at, _, _ in self.lists[sequence]), default=-1) + 1
 
     def last_run(self, sequence: int) -> tuple[int, int]:
-        """Return the first position, and the one behind the last, of the tokens without a gap."""
+        """Return the first position, and the one after the last, of the tokens without a gap."""
         there = {at for at, _, _ in self.lists[sequence]}
         first = end = self.next(sequence)
         while first - 1 in there:

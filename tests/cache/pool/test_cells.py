@@ -301,7 +301,7 @@ def test_lanes_come_in_few_sizes_and_begin_at_multiples_of_them() -> None:
 
 
 def test_a_conversation_goes_on_in_the_cells_behind_it() -> None:
-    """Each turn has a reservation; the one behind the last token is taken if nobody else has it."""
+    """Each turn has a reservation; the one after the last token is taken if nobody else has it."""
     cells = KVPool.empty(400, 3, AttentionWindow()).expecting(0, 30)
     for begin in range(0, 120, 20):
         cells = cells.expecting(0, 30).place(Batch(range(begin, begin + 20), [0] * 20)).after
@@ -309,11 +309,11 @@ def test_a_conversation_goes_on_in_the_cells_behind_it() -> None:
     beside = cells.place(Batch([0], [1])).after
     assert beside.expecting(0, 30).reservations[0].run == CellRun(
         160, 192
-    )  # a cell behind it is taken
+    )  # a cell after it is taken
     shared = cells.with_prefix(0, 1, 120)
     assert shared.expecting(0, 30).reservations[0].run == CellRun(
         128, 160
-    )  # both go on: reservations of one size
+    )  # both continue: reservations of one size
     cut = cells.without(0, 50, 120)[0].expecting(0, 30).reservations[0]
     assert cut == (CellRun(0, 128), 50)  # the rest of a reservation that has all of it
 

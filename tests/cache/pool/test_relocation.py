@@ -45,7 +45,7 @@ def cache() -> CausalCache:
 
 @pytest.mark.parametrize("shared", [1, 5, SHORT_PREFIX])
 def test_a_short_prefix_is_copied(cache: CausalCache, shared: int) -> None:
-    """Its rows stay, the other sequence keeps its cells, and what follows lies behind it."""
+    """Its rows stay, the other sequence keeps its cells, and what follows lies after it."""
     filled(cache, 0, 0, 100)
     cache.copy_prefix(0, 1, shared)
     free = cache.num_free

@@ -127,7 +127,7 @@ def test_texts_are_kept_for_the_next_time(open_screen: Any, tmp_path: Path) -> N
 
 
 def test_an_interrupt_from_outside_while_typing_is_a_ctrl_c(open_screen: Any) -> None:
-    """`kill -INT`: the line is given up, the chat goes on."""
+    """`kill -INT`: the line is given up, the chat continues."""
     screen = open_screen(*CHAT)
     screen.prompt()
     screen.child.send("half a line")
@@ -177,7 +177,7 @@ def test_a_paste_of_5000_lines_is_one_message(open_screen: Any, size: tuple[int,
 
 
 def test_a_resize_while_typing_and_while_answering(open_screen: Any, tmp_path: Path) -> None:
-    """The line is drawn anew in the new width, and the answers are right."""
+    """The line is drawn again in the new width, and the answers are right."""
     screen = open_screen(*CHAT)
     screen.prompt()
     screen.child.send("Hello! My name ")

@@ -1,6 +1,6 @@
 """Wrong guesses cost a bounded share of plain decoding, by counted passes and rows.
 
-The clock is that of the model: it goes on by what each pass costs, and by nothing else.
+The clock is that of the model: it continues by what each pass costs, and by nothing else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Clocked(RepeatingModel):
 
 
 def taken(runner: Runner, model: Clocked, prompt: list[int], count: int, **options: Any) -> float:
-    """Return the time of an answer behind its first token."""
+    """Return the time of an answer after its first token."""
     given = {"max_tokens": count, "stop_tokens": [], "speculate": "auto"} | options
     chunks = runner.generate(prompt, **given)
     next(chunks)

@@ -36,7 +36,7 @@ class Chain(OracleModel):
 
     @classmethod
     def probabilities(cls) -> np.ndarray[Any, Any]:
-        """Return the probability of each token (column) behind each (row)."""
+        """Return the probability of each token (column) after each (row)."""
         weights = np.exp(cls.table.astype(float) / TEMPERATURE)
         return np.asarray(weights / weights.sum(1, keepdims=True))
 

@@ -32,7 +32,7 @@ def test_an_agent_does_a_job_of_six_tool_calls(
 ) -> None:
     """The files say so, its last words say so, and 97 % of what could be reused was.
 
-    The logits behind its prompts are those of a run without any reuse.
+    The logits after its prompts are those of a run without any reuse.
     """
     shared = layered.begin()
     result = run_agent(client, layered.url, layered.kind, CONTEXT, tmp_path)

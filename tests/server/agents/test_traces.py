@@ -1,6 +1,6 @@
 """The agents' requests, recorded with other words, on real layers of three kinds.
 
-The agents need not be installed for that. `UPDATE_TRACES=1 make test-agents` records them anew.
+The agents need not be installed for that. `UPDATE_TRACES=1 make test-agents` records them again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_a_trace_is_reused_as_the_agent_s_requests_were(
 ) -> None:
     """Every request is answered whole, and 97 % of what could be reused is.
 
-    The logits behind the prompts are those of a run without any reuse.
+    The logits after the prompts are those of a run without any reuse.
     """
     shared, client = layered.begin(), REPLAYED[layered.kind]
     sent = read_trace(client)

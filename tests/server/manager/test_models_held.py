@@ -32,7 +32,7 @@ from tests.support.models import write_model
 
 
 async def test_two_requests_load_a_model_once(folder: Path) -> None:
-    """They wait for the same loading; the event loop goes on meanwhile."""
+    """They wait for the same loading; the event loop continues meanwhile."""
 
     made = opening()
     async with manager_of(folder, made) as manager:

@@ -87,7 +87,7 @@ def drawn_turn(draw: random.Random) -> dict[str, Any]:
 
 
 def changed(draw: random.Random, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation as it may come next: gone on, edited, cut, or begun anew."""
+    """Return a conversation as it may come next: gone on, edited, cut, or begun again."""
     users = [number for number, one in enumerate(messages) if one["role"] == "user"]
     kind = draw.choice(["on", "on", "on", "edit", "cut", "new"])
     if not users or kind == "new" or len(messages) > 6:

@@ -72,7 +72,7 @@ def test_a_whole_answer_does_not_pause(
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["stream", "whole"])
 def test_a_task_that_is_cancelled_takes_nothing(llama: Any, *, is_whole: bool) -> None:
-    """The request, which waits for a slot then, goes on; closing the reader ends it."""
+    """The request, which waits for a slot then, continues; closing the reader ends it."""
 
     async def twice(runner: ParallelRunner) -> list[int | None]:
         first = ChunkReader(runner.submit([9], **LONG), is_whole=is_whole)
@@ -93,7 +93,7 @@ def test_a_task_that_is_cancelled_takes_nothing(llama: Any, *, is_whole: bool) -
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["stream", "whole"])
 def test_a_runner_that_is_closed(llama: Any, *, is_whole: bool) -> None:
-    """The reader says so, behind the chunks that had come."""
+    """The reader says so, after the chunks that had come."""
 
     async def read(runner: ParallelRunner) -> None:
         endless = runner.submit([9], max_tokens=50_000, stop_tokens=[])
