@@ -418,6 +418,8 @@ NUMBERS = re.compile(
     r"(?:.*_)?(?:factor|theta|eps|epsilon|scale|window|embeddings|bits|size|beta_fast|beta_slow)"
 )
 """Names of settings that are numbers."""
+ALWAYS_WHOLE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Settings that are whole numbers in each model that has them."""
 NUMERAL = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?(?:[eE][-+]?\d{1,3})?")
 """A text that is a number."""
 MOST_LIST = 2**16
@@ -466,6 +468,8 @@ def wrong_setting(config: dict[str, Any]) -> str | None:
             return f"{name[:200]} is {value!r}: write {number}"
         if isinstance(value, str) and NUMERAL.fullmatch(value) and NUMBERS.fullmatch(last):
             return f"{name[:200]} is the text {value!r}: write {value}"
+        if name in ALWAYS_WHOLE and type(value) is not int:
+            return f"{name} is {reprlib.repr(value)}: write a whole number"
         if last in ("quantization", "quantization_config") and value in ({}, []):
             return (
                 f"{name[:200]} is {value!r}: write group_size and bits into it, or remove it if "

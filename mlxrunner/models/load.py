@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxrunner.errors import ModelError, OptionError
+from mlxrunner.errors import ModelError, OptionError, ReadError
 from mlxrunner.models.facts import (
     DEPENDS,
     VISION_ARCHITECTURES,
@@ -40,6 +40,7 @@ from mlxrunner.models.facts import (
 )
 from mlxrunner.models.files import (
     GENERATION_CONFIG,
+    MOST_SUGGESTIONS,
     check_files,
     check_layers,
     check_weights,
@@ -281,10 +282,20 @@ def _of_mlx_lm(
     except Exception as error:
         if not isinstance(error, OSError) and (why := wrong_setting(config)) is not None:
             raise ModelError(f"{folder / 'config.json'}: {why}") from error
+        _check_generation_config(folder, error)
         raise ModelError(f"{folder}: {explained(error)}") from error
     if config.get("model_file") is None:
         ropes.check(type(model))
     return model, config
+
+
+def _check_generation_config(folder: Path, error: Exception) -> None:
+    """Raise ModelError if mlx-lm's `error` is that the file can't be decoded: it names no file."""
+    if isinstance(error, UnicodeDecodeError):
+        try:
+            read_json(folder / GENERATION_CONFIG, MOST_SUGGESTIONS)
+        except ReadError as found:
+            raise ModelError(str(found)) from error
 
 
 def without_tied_head(made: Tensors, parameters: Tensors, config: dict[str, Any]) -> Tensors:

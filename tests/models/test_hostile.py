@@ -157,7 +157,11 @@ def test_a_setting_that_no_model_has_is_one_line(
         ({"text_config": {"num_layers": 2.5}}, "num_layers is 2.5: write a whole number"),
         ({"rope_scaling": {"factor": "4"}}, "rope_scaling.factor is the text '4': write 4"),
         ({"quantization": {}}, "quantization is {}: write group_size and bits into it, or remove"),
+        ({"hidden_size": None}, "hidden_size is None: write a whole number"),
+        ({"vocab_size": ["x"] * 999}, "...]: write a whole number"),
+        ({"num_attention_heads": True}, "num_attention_heads is True: write a whole number"),
         ({"transformers_version": "5.0", "hidden_size": 64, "rope_theta": 1e4}, None),
+        ({"hidden_size": 64, "head_dim": None}, None),
     ],
 )
 def test_a_setting_of_a_wrong_kind_is_named_with_its_remedy(

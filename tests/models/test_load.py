@@ -134,6 +134,7 @@ DAMAGED = "/tokenizer.model: not a SentencePiece model, or damaged"
         ({"tokenizer_config.json": b"null"}, "/tokenizer_config.json: has to be a JSON object"),
         ({"tokenizer_config.json": b'{"bos_token": 3}'}, WRONG_BOS),
         ({"generation_config.json": b"[]"}, "/generation_config.json: has to be a JSON object"),
+        ({"generation_config.json": b"\xff\xfe"}, "/generation_config.json: not readable as JSON"),
         ({"chat_template.jinja": b"\xff\xfe"}, "/chat_template.jinja: can't be read: not UTF-8"),
         ({"tokenizer.json": None, "tokenizer.model": b"not a model"}, DAMAGED),
     ],
