@@ -545,8 +545,11 @@ class Runner(OneSlot):
 
     @property
     def entry(self) -> CacheEntry:
-        """The entry as it is between requests."""
-        self._enter()
+        """The entry as it is between requests. A callback of a request sees it as it is then."""
+        if any(answer.is_running for answer in self._answers):
+            self.owner.check()
+        else:
+            self._enter()
         return self._cache.current
 
     def reset(self) -> None:

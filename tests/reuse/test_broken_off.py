@@ -158,6 +158,30 @@ def test_an_answer_that_another_thread_drops_behind_guesses_shows_a_true_entry()
         assert is_consistent(runner), read
 
 
+def test_callbacks_may_look_at_the_entry() -> None:
+    """Within a step and between two of them; the answer is the same."""
+    runner, sizes = repeating_runner(["full", "full"]), list[int]()
+    prompt = [*range(1, 30)] * 2
+    expected = runner.complete(prompt, max_tokens=9).tokens
+    runner.reset()
+
+    def look(tokens: mx.array, logits: mx.array) -> mx.array:
+        sizes.append(len(runner.entry.tokens))
+        return logits
+
+    for _ in range(2):
+        sizes.clear()
+        result = runner.complete(
+            prompt,
+            max_tokens=9,
+            logits_processors=[look],
+            progress=lambda done, total: sizes.append(len(runner.entry.tokens)),
+        )
+        assert result.tokens == expected
+        assert sizes == sorted(sizes)
+        assert sizes[-1] >= len(prompt) + 6
+
+
 def test_ctrl_c_at_any_line_of_a_close_keeps_nobody_out() -> None:
     """The next request is served while the answer that was closed is still referenced."""
     kinds, follow_up = ["recurrent", "full"], [*PROMPT, 7, 8, 9]
