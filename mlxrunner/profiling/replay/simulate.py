@@ -1,8 +1,11 @@
-"""Replay a token log without a model, to find what would be reused with other settings.
+"""Replay a token log of one slot without a model, to find what would be reused with other settings.
 
-`mlxrunner.cache.entry` and `mlxrunner.cache.entry` themselves make the decisions, on layers
-that have an extent and store nothing. This module has only the order in which a request asks for
-them, which is that of `mlxrunner.engine.scheduling`.
+`mlxrunner.cache.entry` and `mlxrunner.cache.prefix` themselves make the decisions, on layers that
+have an extent and store nothing. This module has only the order in which a request asks for them,
+which is that of `mlxrunner.engine.scheduling`. The scheduler itself replays requests that ran side
+by side (`sidebyside`). It takes a step for each token of an answer, 94 µs in a log of 6,300; here
+an answer is one jump from checkpoint to checkpoint, 2 µs a token. `simulate` replays a log up to
+14 times. Logs of one slot have no record of scheduling, and variants rewrite their prompts.
 """
 
 from __future__ import annotations
