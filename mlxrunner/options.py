@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
@@ -744,6 +744,13 @@ class OpenSettings(EngineSettings):
             if not self.disk_cache_bytes:
                 raise OptionError("disk_cache_dir: needs disk_cache_bytes, too")
 
+    @classmethod
+    def of(cls, **settings: Any) -> Self:
+        """Return the settings given by name, as RunnerSettings.of; a model may be a path."""
+        drafts = settings.get("draft_model")
+        given = {"draft_model": fspath(drafts)} if isinstance(drafts, PathLike) else {}
+        return super().of(**settings | given)
+
 
 class EngineKwargs(RunnerKwargs, total=False):
     """The settings of EngineSettings but `max_sequences`, for type checkers."""
@@ -762,4 +769,4 @@ class OpenKwargs(EngineKwargs, total=False):
     disk_write_bytes: int
     reserve: bool
     wire: str
-    draft_model: str | None
+    draft_model: str | PathLike[str] | None

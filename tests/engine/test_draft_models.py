@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from support.histories import WITH_WINDOWS, CheckedHistory, Parts, parts, tiny_p
 from support.models import write_model
 from support.sample import fewer
 
-from mlxrunner import MemoryPlanError, OptionError, ParallelRunner
+from mlxrunner import MemoryPlanError, OptionError, ParallelRunner, Runner
 from mlxrunner.cache.entry import common_prefix
 from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.engine.draft_model import DraftCachePool, DraftModel
@@ -276,6 +277,14 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
         ParallelRunner.load(
             "demo", max_sequences=1, context=64, draft_model=another(tmp_path), reserve=False
         )
+
+
+def test_a_path_names_a_draft_model_of_both_runners(tmp_path: Path) -> None:
+    write_model(tmp_path, vocab_size=300)
+    loads: list[Any] = [Runner.load, partial(ParallelRunner.load, max_sequences=1)]
+    for load in loads:
+        with load(tmp_path, context=64, draft_model=tmp_path, reserve=False) as runner:
+            assert runner.complete([1, 2, 3], max_tokens=2, stop_tokens=[]).tokens
 
 
 @pytest.mark.exhaustive(0)
