@@ -65,7 +65,10 @@ class SessionStore:
             folder = data_folder() / "sessions" if self._folder is None else self._folder
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise SessionError(f"no folder for sessions can be made: {_reason(error)}") from error
+            raise SessionError(
+                f"no folder for sessions can be made: {_reason(error)}; name another in "
+                "MLXRUNNER_DATA"
+            ) from error
         return folder
 
     def names(self) -> list[str]:
