@@ -79,7 +79,9 @@ def welcome(
     shared = f"{ranks} ranks, " if ranks > 1 else ""
     places = f"{shared}{opened.slots} slots, {opened.room} tokens of context"
     where = (
-        parking_folder() if runner.keeps_parked else f"{runner.parked_in}, until this server ends"
+        parking_folder()
+        if runner.keeps_parked
+        else f"{runner.parked_in}, until the model is unloaded"
     )
     parked = f"; {size(settings.disk_cache_bytes)} on disk in {where}"
     key = "the server's key" if settings.api_key else "any key"

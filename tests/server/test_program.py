@@ -48,7 +48,7 @@ def test_from_start_to_the_next_start(model: Path, tmp_path: Path) -> None:
         assert re.search(r"on disk in \S+/serve\n", server.said)
         with program(str(model)) as second:
             own = re.search(
-                r"on disk in (\S+/parked/own-\w+), until this server ends\n", second.said
+                r"on disk in (\S+/parked/own-\w+), until the model is unloaded\n", second.said
             )
             assert own is not None, second.said
             assert Path(own[1]).is_dir()
