@@ -315,7 +315,7 @@ def cause_of(prompt: PromptRecord, old: PromptRecord | None, usage: Usage) -> Ca
     is_cheap = not usage.displaced_tokens and ((is_few and is_passing) or not usage.missed_tokens)
     if found is not None and is_cheap and not found.remedy.startswith(NOTHING):
         return None
-    if found is not None and found.name == "first-request" and usage.missed_tokens:
+    if found is not None and found.name == "first-request" and not is_few:
         return _of_program(usage) or found  # it is new to this process only
     return found
 

@@ -418,18 +418,19 @@ def test_what_the_program_lost_is_missed(runner: Ideal, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missed", "reason", "name"),
+    ("missed", "reason", "names"),
     [
-        (6, "diverged", None),
-        (6, "evicted", None),
-        (15, "side_by_side", None),
-        (60, "evicted", "message-dropped"),
+        (6, "diverged", (None, "first-request")),
+        (6, "evicted", (None, "first-request")),
+        (6, "empty", (None, "first-request")),
+        (15, "side_by_side", (None, "first-request")),
+        (60, "evicted", ("message-dropped", "evicted")),
     ],
 )
-def test_a_few_missed_tokens_are_no_fault_of_the_client(
-    runner: Ideal, order: random.Random, missed: int, reason: str, name: str | None
+def test_a_few_missed_tokens_are_nobodys_fault(
+    runner: Ideal, order: random.Random, missed: int, reason: str, names: tuple[str | None, str]
 ) -> None:
-    """The client has left a message out, and no token is displaced by that."""
+    """The client has left a message out, or begun; no token is displaced by that."""
     old = plain(talk(order))
     asked = [one.asked() for one in (old, dropped(old, order)[0])]
     before, after = (prompt_record(one, runner.builder.make(one)) for one in asked)
@@ -443,8 +444,8 @@ def test_a_few_missed_tokens_are_no_fault_of_the_client(
         outcome="partial",
         reason=reason,
     )
-    cause = divergence.cause_of(after, before, usage)
-    assert (cause and cause.name) == name
+    causes = [divergence.cause_of(after, one, usage) for one in (before, None)]
+    assert tuple(cause and cause.name for cause in causes) == names
 
 
 SYSTEMS = ("You answer questions about birds.", "Translate into Greek:", "Be brief, and rhyme.")
