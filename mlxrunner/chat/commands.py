@@ -554,7 +554,7 @@ def explanation(usage: Usage, parted_by: str = "") -> list[str]:
     `parted_by`: the command of the user that changed the conversation before the turn.
     """
     lines = [explain_reuse(usage.as_dict())]
-    if parted_by and usage.reason in PARTING:
+    if parted_by and usage.reason in (*PARTING, "evicted"):
         lines.append(f"that is the effect of {parted_by}")
     elif mend := remedy(usage.reason, has_one_entry=True):
         lines.append(f"remedy: {mend}")

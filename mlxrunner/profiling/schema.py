@@ -207,7 +207,8 @@ def explain_reuse(found: Mapping[str, Any], where: str = "") -> str:
     if missed or displaced:
         counts += f", {found['new_tokens']:,} new"
     if found["reason"] is None and not displaced:
-        return f"{'few tokens were evaluated again' if missed else 'nothing was lost'}: {counts}"
+        again = "not all was reused that had been evaluated before"
+        return f"{again if missed else 'nothing was lost'}: {counts}"
     if found["reason"] is None:
         return f"text moved after a change{f' at {where}' if where else ''}; {counts}"
     if found["reason"] in PARTING and not (missed or displaced):
@@ -215,6 +216,8 @@ def explain_reuse(found: Mapping[str, Any], where: str = "") -> str:
     if found["reason"] == "rewind_limited":
         detail = found["trim_limited_by"]
     sentence = REASONS[found["reason"]].sentence + (f" ({detail})" if detail else "")
+    if found["reason"] == "evicted" and not detail:
+        sentence = "other text has taken the place of what was evaluated before"
     parted = f"; they part at {where}" if where else ""
     return f"{sentence}{parted}; {counts}"
 

@@ -87,6 +87,15 @@ def test_explain_and_stats_tell_of_the_last_turn(do: Do) -> None:
     )
 
 
+def test_a_branch_that_made_way_for_another_one_is_no_request_of_others(do: Do) -> None:
+    told = do(
+        *("Ann is my name.", "/branch b", "I have a bird and a good friend."),
+        *("/switch main", "Rex is my dog.", "/switch b", "Hello!", "/explain"),
+    )
+    where = next(i for i, line in enumerate(told) if line.startswith("other text has taken the"))
+    assert told[where + 1] == "that is the effect of /switch"
+
+
 @pytest.mark.parametrize("command", ["/clear", "/undo", "/edit 1", "/retry", "/system Be brief."])
 def test_a_turn_that_the_user_parted_needs_no_remedy(do: Do, chat: Chat, command: str) -> None:
     """The command is named; /stats between does not count, and neither does the turn after it."""

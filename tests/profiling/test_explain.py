@@ -87,10 +87,12 @@ def test_hashes_are_shown_as_such_with_the_way_to_text() -> None:
 @pytest.mark.parametrize("reason", [*REASONS, None])
 def test_every_reason_is_explained(reason: str | None) -> None:
     """With its sentence, and its remedy where it has one; also without a divergence."""
-    event = example_event(reason=reason, divergence=None, ttft_s=None, prefill_rate=None)
+    event = example_event(
+        reason=reason, evicted_by="x", divergence=None, ttft_s=None, prefill_rate=None
+    )
     text = " ".join(shown(event, width=300).split())
     if reason is None:
-        assert "Nothing was lost" in text
+        assert "Not all was reused that had been evaluated before" in text
         return
     sentence = REASONS[reason].sentence
     assert sentence[1:] in text
