@@ -311,7 +311,7 @@ def cause_of(prompt: PromptRecord, old: PromptRecord | None, usage: Usage) -> Ca
     """
     found = None if usage.outcome == "hit" else _cause_of(prompt, old, usage)
     is_few = are_few(usage.missed_tokens, usage.cached_tokens) or usage.reason == "side_by_side"
-    is_passing = usage.reason in (None, "evicted", "side_by_side", *CAUSED_BY_CLIENT)
+    is_passing = usage.reason in (None, "empty", "evicted", "side_by_side", *CAUSED_BY_CLIENT)
     is_cheap = not usage.displaced_tokens and ((is_few and is_passing) or not usage.missed_tokens)
     if found is not None and is_cheap and not found.remedy.startswith(NOTHING):
         return None
