@@ -185,8 +185,8 @@ def add_draft_model(
     check_vocabularies(name, loaded.tokenizer, runner.tokenizer)
     device.wire(loaded.model, plan.wired(runner.wire))
     options = cache_options(settings, whole=False)
-    vocab, step = runner.facts.vocab, runner.prefill_step
-    runner.sources.model = DraftModel(loaded.model, vocab, options, plan.checkpoint_budget, step)
+    parts = loaded.model, runner.facts.vocab, options, plan.checkpoint_budget, runner.prefill_step
+    runner.sources.model = DraftModel(*parts, table=loaded.facts.vocab)
 
 
 def _growing(

@@ -39,15 +39,19 @@ class DraftModel:
         budget: int,
         step: int,
         *,
+        table: int | None = None,
         in_pieces: bool = False,
     ) -> None:
         """Prepare `model`. `vocab`: the number of tokens of the model for which it guesses.
 
+        `table`: the number of its own tokens, by default as many. It reads its last one in place of
+        a token that it lacks: beyond its table there is other memory, or none.
         `options`: those of its layer caches. `budget`: bytes for its checkpoints. `step`: most
         tokens of a pass. `in_pieces`: a text of which more is new is evaluated in several calls,
         one pass each, because others wait meanwhile.
         """
         self._model, self._vocab, self._step = model, vocab, step
+        self._last = (vocab if table is None else table) - 1
         self._in_pieces = in_pieces
         self._context = options.context
         self._cache = PrefixCache(partial(make_layer_caches, model, options), budget)
@@ -73,7 +77,7 @@ class DraftModel:
         rows = tokens[lease.recorded :]
         lease.begin_draft(len(rows), *[1] * (most - 1))
         self._peaks = list[mx.array]()
-        guesses = [guess(self._forward(lease, mx.array(rows)))]
+        guesses = [guess(self._forward(lease, self._readable(rows)))]
         for _ in range(most - 1):
             lease.begin_next()
             guesses.append(guess(self._forward(lease, guesses[-1])))
@@ -153,7 +157,7 @@ class DraftModel:
         while len(tokens) - lease.recorded > self._step:
             rows = tokens[lease.recorded : lease.recorded + self._step]
             lease.begin_forward()
-            self._forward(lease, mx.array(rows))
+            self._forward(lease, self._readable(rows))
             evaluate(lease.caches)
             lease.record(rows)
             if lease.needs_checkpoints and lease.recorded >= lease.checkpoint_due:
@@ -161,6 +165,9 @@ class DraftModel:
             if self._in_pieces:
                 return False
         return True
+
+    def _readable(self, tokens: TokenArray) -> mx.array:
+        return mx.array(np.minimum(tokens, self._last))
 
     def _forward(self, lease: EntryLease, tokens: mx.array) -> mx.array:
         """Return the logits `[1, vocab]` behind `tokens` `[n]`, for the tokens of both models."""

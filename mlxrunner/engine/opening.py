@@ -331,7 +331,8 @@ class DraftPlan:
         check_vocabularies(self.name, loaded.tokenizer, own.tokenizer)
         budget = self._entry.checkpoints(self.context, self.room)
         parts = loaded.model, own.facts.vocab, self.options, budget, PIECE
-        entries = [DraftModel(*parts, in_pieces=True) for _ in range(self.entries)]
+        more: dict[str, Any] = {"table": loaded.facts.vocab, "in_pieces": True}
+        entries = [DraftModel(*parts, **more) for _ in range(self.entries)]
         plan = self
         if self.options.whole:
             batch = max(self._reserve(loaded.model, entry) for entry in entries)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.engine import DraftPlan, OpenSettings
+from support.models import write_model
 from support.reused import each_kind_and_all
 from support.sample import fewer
 
@@ -17,6 +20,7 @@ from mlxrunner.cache.layers.factory import CacheOptions
 from mlxrunner.engine.draft_model import DraftModel, check_vocabularies
 from mlxrunner.engine.drafting import Controller, StepController
 from mlxrunner.loading import plan_model
+from mlxrunner.models.load import load_model
 from mlxrunner.testing import VOCAB, ByteTokenizer, OracleModel, interrupt_at, oracle_runner
 from mlxrunner.tokenizer.base import Vocabulary
 
@@ -190,6 +194,38 @@ def test_tokens_that_only_one_model_has_do_no_harm() -> None:
 
         drafts.draft(np.array(PROMPT, np.int32), 3, guess)
         assert seen == [vocab] * 3
+
+
+def test_a_draft_model_reads_no_token_that_it_lacks(tmp_path: Path) -> None:
+    """Beyond its table of embeddings is other memory: reading it ended the process, or not."""
+    write_model(tmp_path / "large", vocab_size=400)
+    write_model(tmp_path / "small", vocab_size=300)
+    prompt, most = [*range(1, 30), 399, 350, 7], list[int]()
+
+    def watch(model: Any) -> None:
+        table, read = model.model.embed_tokens, type(model.model.embed_tokens).__call__
+
+        class Watched(type(table)):  # type: ignore[misc]
+            def __call__(self, tokens: mx.array) -> mx.array:
+                most.append(int(mx.max(tokens).item()))
+                return read(self, tokens)
+
+        table.__class__ = Watched
+
+    large = tmp_path / "large"
+    with Runner.load(large, 64, draft_model=tmp_path / "small", reserve=False) as runner:
+        drafts = runner.sources.model
+        assert isinstance(drafts, DraftModel)
+        watch(drafts._model)
+        answer(runner, prompt, 8)
+    loaded = load_model(str(large))
+    asked = OpenSettings.of(max_sequences=1, context=64, reserve=False)
+    seats = DraftPlan.of(str(tmp_path / "small"), 64, asked).load(loaded)
+    watch(seats.entries[0]._model)
+    for _ in range(4):
+        seats.entries[0].draft(np.array(prompt, np.int32), 3, lambda logits: mx.array([9]))
+    assert len(most) > 8
+    assert max(most) < 300
 
 
 def test_a_draft_model_has_to_fit_beside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
