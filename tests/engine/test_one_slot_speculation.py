@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.drafting import steady_costs
+from support.histories import tiny_parts
 from support.reused import (
     ALL,
     CHECKPOINTS,
@@ -339,3 +340,20 @@ def test_nothing_is_guessed_where_it_is_off() -> None:
     _, usage = answer(runner, PROMPT, "off")
     assert (usage.draft_passes, usage.drafts) == (0, ())
     assert set(runner.model.forwards[-80:]) == {1}
+
+
+@pytest.mark.parametrize("strange", [-300, 10**8])
+def test_tokens_that_a_file_has_and_the_model_lacks_are_not_guessed(strange: int) -> None:
+    """They are the text before, of which the model would read memory that is not its own."""
+    runner = Runner(*tiny_parts("llama"), context=1000)
+    begin = [9, 10, 11]
+    expected = runner.complete([*begin, 8, 5, 6], max_tokens=12, stop_tokens=[]).tokens
+    runner.reset()
+    followed = [number for token in range(290) for number in (6, token, 3)]
+    runner.complete(begin + followed, max_tokens=1, stop_tokens=[])
+    held = runner.entry.tokens.array
+    held[len(begin) + 2 :: 3] = strange
+    result = runner.complete([*begin, 8, 5, 6], max_tokens=12, stop_tokens=[], speculate="lookup")
+    assert result.tokens == expected
+    assert result.usage.cached_tokens == len(begin)
+    assert all(use.source != "earlier" for use in result.usage.drafts)

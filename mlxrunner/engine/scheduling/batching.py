@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 import mlx.core as mx
 
@@ -445,7 +446,11 @@ def judge(request: ActiveRequest, sampled: list[Sampled]) -> list[Decoded]:
 
 
 def _fitting(request: ActiveRequest, width: int) -> list[int]:
-    """Return the beginning of the request's draft that its form allows, and keep the masks."""
+    """Return the beginning of the request's draft that its form allows, and keep the masks.
+
+    A token beyond the vocabulary, which only a file can have brought, ends the draft.
+    """
+    request.draft = list(takewhile(lambda token: 0 <= token < width, request.draft))
     request.masks = []
     with suppress(FormError):  # the step without a draft finds it, too
         request.masks = request.next_token.masks(request.draft, width)
