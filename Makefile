@@ -36,12 +36,8 @@ help:
 WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
 PYTEST = $(RUN) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-# Of everything, the tests of ranks run first, by themselves: the ranks of MLX's ring poll their
-# sockets, which makes tests beside them up to 100 times slower.
-ALL = $(if $(filter-out --everything,$(ARGS)),,$(ARGS))
 test test-all: $(DEV)
-	$(if $(ALL),$(RUN) $(BIN)/python -m pytest --everything tests/ranks || failed=1;) \
-	$(PYTEST) $(ARGS) $(if $(ALL),--ignore tests/ranks) && test -z "$$failed"
+	$(PYTEST) $(ARGS)
 
 test-all: ARGS = --everything
 
